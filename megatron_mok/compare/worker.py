@@ -1,0 +1,127 @@
+"""One torchrun rank of `compare`: runs Megatron's training loop and records what it does.
+
+Started by the runner as `python -m torch.distributed.run ... -m megatron_mok.compare.worker
+JOB.json`. The job file is a `Job` as JSON.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from .record import Recorder
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one torchrun launch does.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        plugin: whether to install megatron_mok's hooks before Megatron parses its arguments.
+        megatron_args: Megatron's command line.
+        record_dir: where `rank<r>.jsonl` is written.
+        save_step0: folder to save the initial weights to, instead of training; or None.
+    """
+
+    device: str
+    plugin: bool
+    megatron_args: tuple[str, ...]
+    record_dir: str
+    save_step0: str | None = None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "megatron_args": tuple(fields["megatron_args"])})
+
+
+def main(argv: list[str]) -> None:
+    job = Job.read(Path(argv[0]))
+    _exit_with_parent()
+    with Recorder(Path(job.record_dir), int(os.environ["RANK"])) as recorder:
+        try:
+            run(job, recorder)
+        except Exception as error:
+            recorder.error(error)
+            raise
+
+
+def run(job: Job, recorder: Recorder) -> None:
+    """Run `job` in this process, which must be one rank of a torchrun launch."""
+    if job.device == "cpu":
+        from megatron_mok.megatron import cpu_mode
+
+        cpu_mode.enable()
+    if job.plugin:
+        from megatron_mok.megatron import install
+
+        install()
+
+    import megatron.training.training as training
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+
+    from .gpt import GPTTask
+
+    _use_built_dataset_helpers()
+    sys.argv = ["megatron", *job.megatron_args]
+    args = parse_and_validate_args()
+    if job.save_step0 is None:
+        recorder.attach(training)
+    else:
+        training.train = _save_instead_of_training
+    task = GPTTask(on_batch=recorder.batch)
+    pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        task.datasets,
+        ModelType.encoder_or_decoder,
+        task.forward_step,
+        get_embedding_ranks=task.embedding_ranks,
+    )
+    recorder.done()
+
+
+def _save_instead_of_training(forward_step, model, optimizer, scheduler, *args, **kwargs):
+    from megatron.training.checkpointing import save_checkpoint
+
+    save_checkpoint(0, model, optimizer, scheduler, num_floating_point_operations_so_far=0)
+    return 0, 0
+
+
+def _use_built_dataset_helpers() -> None:
+    # Megatron runs `make` for its dataset helpers at start, but the wheel has them built and has
+    # no Makefile: the run would end there.
+    from importlib.util import find_spec
+
+    from megatron.core.datasets import utils
+
+    if find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        utils.compile_helpers = lambda: None
+
+
+def _exit_with_parent() -> None:
+    """End this process when torchrun is gone (killed, so that it could not clean up)."""
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
