@@ -45,9 +45,9 @@ typedef struct MokShape {
 } MokShape;
 
 typedef struct MokOptions {
-  int32_t workers;         // CPU threads or CTAs; 0 lets the engine choose
-  int32_t first_wait_ms;   // wait for peers to enter a call (they may be saving a checkpoint)
-  int32_t inner_wait_ms;   // every later wait of a call
+  int32_t workers;        // CPU threads or CTAs; 0 lets the engine choose
+  int32_t first_wait_ms;  // wait for peers to enter a call (they may be saving a checkpoint)
+  int32_t inner_wait_ms;  // every later wait of a call
 } MokOptions;
 
 // Sizes that follow from a shape.
@@ -74,9 +74,9 @@ typedef struct MokRoutes {
 
 // One routed row, as the rank that computes it sees it.
 typedef struct MokRow {
-  int32_t token;   // in the owner's [T]
-  int16_t rank;    // owner
-  int16_t k;       // route of the token
+  int32_t token;  // in the owner's [T]
+  int16_t rank;   // owner
+  int16_t k;      // route of the token
   float prob;
   int32_t expert;  // global id
 } MokRow;
@@ -94,8 +94,9 @@ typedef struct MokWeightGrads {
   int32_t accumulate;  // 1 adds to what is there (main_grad), 0 overwrites it
 } MokWeightGrads;
 
-// Pre-activations (gate columns, then up columns) of the first `rows` padded rows of this rank, kept
-// from forward to backward. Rows beyond are recomputed. The content of padding rows is undefined.
+// Pre-activations (gate columns, then up columns) of the first `rows` padded rows of this rank,
+// kept from forward to backward. Rows beyond are recomputed. The content of padding rows is
+// undefined.
 typedef struct MokSaved {
   void* preact;  // [rows, 2F] of the shape's dtype; NULL when rows is 0
   int64_t rows;  // a multiple of MOK_BLOCK_ROWS
@@ -169,12 +170,12 @@ typedef struct MokSegment {
 // The schedule alone, for tests and tools: what a forward or backward call would work on.
 typedef struct MokScheduleArgs {
   MokRoutes routes;
-  int32_t direction;         // MokDirection
-  int32_t* counts;           // [ep_size, E] routes from each rank to each expert
-  int32_t* block_offsets;    // [L + 1] first block of each local expert
-  MokRow* rows;              // [row_capacity]; rank -1 in padding rows
-  int64_t row_capacity;      // at least MokLayout.max_rows
-  MokSegment* segments;      // [segment_capacity]
+  int32_t direction;       // MokDirection
+  int32_t* counts;         // [ep_size, E] routes from each rank to each expert
+  int32_t* block_offsets;  // [L + 1] first block of each local expert
+  MokRow* rows;            // [row_capacity]; rank -1 in padding rows
+  int64_t row_capacity;    // at least MokLayout.max_rows
+  MokSegment* segments;    // [segment_capacity]
   int32_t segment_capacity;
   int32_t num_segments;  // out: segments there are, also where they exceed the capacity
   int32_t num_tickets;   // out

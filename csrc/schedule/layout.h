@@ -25,8 +25,8 @@ MOK_HD int64_t align_up(int64_t value, int64_t alignment) {
 MOK_HD int64_t dtype_bytes(int32_t dtype) { return dtype == MOK_F32 ? 4 : 2; }
 MOK_HD int32_t local_experts(const MokShape& s) { return s.num_experts / s.ep_size; }
 
-// Blocks of this rank if every route of every rank came to it: full blocks, and for each local expert
-// at most one that is not full.
+// Blocks of this rank if every route of every rank came to it: full blocks, and for each local
+// expert at most one that is not full.
 MOK_HD int64_t max_blocks(const MokShape& s) {
   return int64_t{s.ep_size} * s.max_tokens * s.topk / kBlockRows + local_experts(s);
 }
@@ -37,8 +37,8 @@ struct CallHeader {
   int32_t tokens;  // -1: this rank refused its arguments, every rank must return
 };
 
-// Words that peers write carry the epoch (number of the call) and are never reset: a peer may be one
-// call ahead. All are indexed by the rank that writes.
+// Words that peers write carry the epoch (number of the call) and are never reset: a peer may be
+// one call ahead. All are indexed by the rank that writes.
 struct PeerFlags {
   uint32_t counts[MOK_MAX_RANKS];   // its counts are here, it has staged, its slots are free
   uint32_t rows[MOK_MAX_RANKS];     // its entries of my row table are here

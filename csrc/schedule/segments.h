@@ -1,12 +1,13 @@
 // Task order: which task a ticket stands for. One source for both engines.
 //
-// Tickets are claimed in order, and a task waits only for tasks with smaller tickets (and for peers),
-// so the lowest unfinished task can always run, however few workers there are.
+// Tickets are claimed in order, and a task waits only for tasks with smaller tickets (and for
+// peers), so the lowest unfinished task can always run, however few workers there are.
 //
-// Groups are runs of `group_blocks` consecutive row blocks. Forward: dispatch and FC1 of a group come
-// before FC2 of the group before it, so that FC2 rarely waits. Backward: likewise, then the weight
-// gradients of every cut that ended one more group earlier. A cut is a fixed number of blocks of one
-// expert; its tasks add to the gradient in the order of cuts, so the bits do not depend on rings.
+// Groups are runs of `group_blocks` consecutive row blocks. Forward: dispatch and FC1 of a group
+// come before FC2 of the group before it, so that FC2 rarely waits. Backward: likewise, then the
+// weight gradients of every cut that ended one more group earlier. A cut is a fixed number of
+// blocks of one expert; its tasks add to the gradient in the order of cuts, so the bits do not
+// depend on rings.
 #ifndef MOK_SCHEDULE_SEGMENTS_H_
 #define MOK_SCHEDULE_SEGMENTS_H_
 
@@ -61,8 +62,8 @@ struct CutCursor {
   int32_t expert;
   int32_t cut;
 
-  // Emits every cut that ends at or before block `end`. Experts without rows get one empty cut, which
-  // writes zeros where gradients are not accumulated.
+  // Emits every cut that ends at or before block `end`. Experts without rows get one empty cut,
+  // which writes zeros where gradients are not accumulated.
   MOK_HD void emit_until(int32_t end, const int32_t* block_offsets, int32_t num_local,
                          const TaskShape& t, SegmentWriter& w) {
     while (expert < num_local) {

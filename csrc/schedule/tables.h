@@ -24,7 +24,8 @@ MOK_HD int32_t rows_before_rank(const int32_t* counts, const MokShape& s, int32_
   return rows;
 }
 
-// block_offsets: [L + 1] first block of each expert of `rank`; the last entry is the number of blocks.
+// block_offsets: [L + 1] first block of each expert of `rank`; the last entry is the number of
+// blocks.
 MOK_HD void build_block_offsets(const int32_t* counts, const MokShape& s, int32_t rank,
                                 int32_t* block_offsets) {
   const int32_t num_local = local_experts(s);

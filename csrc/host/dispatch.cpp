@@ -1,0 +1,83 @@
+// Dispatch and combine alone, and the schedule as data.
+#include <algorithm>
+
+#include "ops.h"
+#include "rows.h"
+
+namespace mok {
+namespace {
+
+template <typename T>
+void dispatch(Call& call, const MokDispatchArgs& args) {
+  const MokShape& s = call.ws.shape;
+  T* out = static_cast<T*>(args.rows);
+  for (int32_t b = 0; b < call.num_blocks(); ++b) {
+    const int64_t first = b * kBlockRows;
+    const int32_t rows = call.rows_of_block(b);
+    pull_block(call, b, call.ws.layout.hidden, out + first * s.hidden);
+    std::fill(out + (first + rows) * s.hidden, out + (first + kBlockRows) * s.hidden, T{});
+    if (args.row_probs) {
+      for (int32_t i = 0; i < kBlockRows; ++i) {
+        args.row_probs[first + i] = i < rows ? call.rows()[first + i].prob : 0.0f;
+      }
+    }
+    call.block_pulled();
+  }
+  for (int32_t i = 0; i < local_experts(s); ++i) {
+    args.expert_rows[i] = expert_rows(call.counts.data(), s, s.ep_rank * local_experts(s) + i);
+  }
+}
+
+template <typename T>
+void combine(Call& call, const MokCombineArgs& args) {
+  const MokShape& s = call.ws.shape;
+  const T* source = static_cast<const T*>(args.rows);
+  call.expect_parts(1);
+  for (int32_t b = 0; b < call.num_blocks(); ++b) {
+    for (int64_t i = b * kBlockRows, last = i + call.rows_of_block(b); i < last; ++i) {
+      std::copy_n(source + i * s.hidden, s.hidden, slot_of<T>(call, call.rows()[i]));
+    }
+    call.part_pushed(b);
+  }
+  Task task{MOK_PHASE_REDUCE, 0, 0, 0, nullptr};
+  for (; task.tile < reduce_tiles(call.routes); ++task.tile) {
+    reduce_tokens<T>(call, task, static_cast<const T*>(args.addend), static_cast<T*>(args.output));
+  }
+}
+
+}  // namespace
+
+void run_dispatch(Call& call, const MokDispatchArgs& args) {
+  if (call.ws.shape.dtype == MOK_F32) {
+    dispatch<float>(call, args);
+  } else {
+    dispatch<Bf16>(call, args);
+  }
+}
+
+void run_combine(Call& call, const MokCombineArgs& args) {
+  if (call.ws.shape.dtype == MOK_F32) {
+    combine<float>(call, args);
+  } else {
+    combine<Bf16>(call, args);
+  }
+}
+
+void run_schedule(Call& call, MokScheduleArgs& args) {
+  call.build(MokDirection(args.direction), reduce_tiles(call.routes));
+  std::copy(call.counts.begin(), call.counts.end(), args.counts);
+  std::copy(call.block_offsets.begin(), call.block_offsets.end(), args.block_offsets);
+  for (int32_t b = 0; b < call.num_blocks(); ++b) {
+    const MokRow* from = call.rows() + b * kBlockRows;
+    MokRow* to = args.rows + b * kBlockRows;
+    const int32_t rows = call.rows_of_block(b);
+    std::copy_n(from, rows, to);
+    std::fill_n(to + rows, kBlockRows - rows, MokRow{-1, -1, -1, 0.0f, -1});
+  }
+  args.num_segments = int32_t(call.segments.size());
+  args.num_tickets = call.num_tickets;
+  std::copy_n(call.segments.begin(), std::min(args.num_segments, args.segment_capacity),
+              args.segments);
+}
+
+}  // namespace mok
