@@ -1,0 +1,194 @@
+"""The plugin's own options: their command-line flags, defaults and derived sizes.
+
+Only fields of Megatron's config classes travel from arguments to configs, so the plugin keeps its options
+here. They come from Megatron's parsed arguments, or from `set_options` where there are none
+(Megatron-Core without `megatron.training`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from megatron_mok.megatron.errors import MoKConfigError
+
+MODES = ("fused", "dispatch")
+
+
+def _flag(default: Any, kind: type, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that is also a command-line flag, `--mok-<field name>`."""
+    meta = {"type": kind, "help": help_text, "choices": choices}
+    return field(default=default, metadata={"flag": meta})
+
+
+@dataclass(frozen=True)
+class MoKOptions:
+    """Options of the plugin. Raises MoKConfigError, listing every value that is not allowed."""
+
+    mode: str = _flag(
+        "fused",
+        str,
+        "fused: dispatch, experts and combine in one kernel per direction. "
+        "dispatch: dispatch and combine only (not available yet).",
+        MODES,
+    )
+    max_tokens_per_rank: int | None = _flag(
+        None,
+        int,
+        "Most tokens that one rank ever passes to an MoE layer in one call; fixes the size of the "
+        "workspace. Default: sequence length x the larger of the training and evaluation micro "
+        "batch sizes, divided by context parallelism, and by tensor parallelism when sequence "
+        "parallelism is on.",
+    )
+    saved_rows_factor: float = _flag(
+        1.25,
+        float,
+        "Rows of expert pre-activations kept for backward, as a multiple of the rows that a rank "
+        "gets under balanced routing (max tokens x top-k). Rows beyond it are recomputed in "
+        "backward, so every value is safe; 0 recomputes all.",
+    )
+    inner_timeout_s: float = _flag(
+        30.0,
+        float,
+        "Seconds to wait for a peer once all ranks of the expert-parallel group are inside the "
+        "layer. The wait for peers to arrive follows --distributed-timeout-minutes.",
+    )
+    host_threads: int = _flag(
+        0, int, "Threads per rank of the CPU engine; 0 takes the engine's default."
+    )
+    first_timeout_s: float = 600.0
+    """Seconds to wait for peers to arrive; from --distributed-timeout-minutes, so no flag."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.mode not in MODES:
+            problems.append(f"--mok-mode {self.mode!r}: allowed are {', '.join(MODES)}")
+        if self.max_tokens_per_rank is not None and not _is_int(self.max_tokens_per_rank, 1):
+            problems.append(
+                f"--mok-max-tokens-per-rank {self.max_tokens_per_rank!r}: must be an integer >= 1"
+            )
+        if not _is_number(self.saved_rows_factor) or self.saved_rows_factor < 0:
+            problems.append(
+                f"--mok-saved-rows-factor {self.saved_rows_factor!r}: must be a finite number >= 0"
+            )
+        if not _is_number(self.inner_timeout_s) or self.inner_timeout_s <= 0:
+            problems.append(
+                f"--mok-inner-timeout-s {self.inner_timeout_s!r}: must be a number of seconds > 0"
+            )
+        if not _is_int(self.host_threads, 0):
+            problems.append(f"--mok-host-threads {self.host_threads!r}: must be an integer >= 0")
+        if not _is_number(self.first_timeout_s) or self.first_timeout_s <= 0:
+            problems.append(
+                f"first_timeout_s {self.first_timeout_s!r} (--distributed-timeout-minutes): "
+                "must be > 0"
+            )
+        if problems:
+            raise MoKConfigError(*problems)
+
+    @classmethod
+    def from_args(cls, args: Any) -> MoKOptions:
+        """Read the options from Megatron's parsed (or YAML) arguments; absent flags keep defaults."""
+        values = {}
+        for item in fields(cls):
+            dest = f"mok_{item.name}"
+            if "flag" in item.metadata and hasattr(args, dest):
+                values[item.name] = getattr(args, dest)
+        minutes = getattr(args, "distributed_timeout_minutes", None)
+        if minutes is not None:
+            values["first_timeout_s"] = minutes * 60.0
+        options = cls(**values)
+        if options.max_tokens_per_rank is None:
+            options = replace(options, max_tokens_per_rank=tokens_per_rank(args))
+        return options
+
+    def saved_rows(self, max_tokens: int, topk: int, ep_size: int, local_experts: int) -> int:
+        """Rows of pre-activations to keep for backward on one rank.
+
+        Args:
+            max_tokens: most tokens of one rank.
+            topk: routes of a token.
+            ep_size: ranks in the expert-parallel group.
+            local_experts: experts on this rank.
+        Returns: the factor times the balanced number of rows, at most the worst case (every rank
+            routes every token here).
+        """
+        worst = max_tokens * ep_size * min(topk, local_experts)
+        return min(math.ceil(self.saved_rows_factor * max_tokens * topk), worst)
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def tokens_per_rank(args: Any) -> int | None:
+    """Most tokens that one rank passes to an MoE layer, from Megatron's arguments.
+
+    Returns None where the arguments do not fix it (no sequence length or micro batch size, or
+    hybrid context parallelism, whose ranks hold sequences of different lengths).
+    """
+    seq_length = getattr(args, "seq_length", None)
+    micro_batch = getattr(args, "micro_batch_size", None)
+    if seq_length is None or micro_batch is None:
+        return None
+    if getattr(args, "hybrid_context_parallel", False):
+        return None
+    micro_batch = max(micro_batch, getattr(args, "eval_micro_batch_size", None) or 0)
+    model_parallel = getattr(args, "model_parallel", args)  # YAML nests these
+    tokens = seq_length * micro_batch
+    ranks = getattr(model_parallel, "context_parallel_size", 1)
+    if getattr(model_parallel, "sequence_parallel", False):
+        ranks *= getattr(model_parallel, "tensor_model_parallel_size", 1)
+    return -(-tokens // ranks)
+
+
+def add_mok_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `--mok-*` flags to Megatron's parser. Returns the parser, as Megatron's helpers do."""
+    group = parser.add_argument_group(
+        title="mok", description="Options of --moe-token-dispatcher-type mok (megatron_mok)."
+    )
+    for item in fields(MoKOptions):
+        flag = item.metadata.get("flag")
+        if flag is None:
+            continue
+        group.add_argument(
+            "--mok-" + item.name.replace("_", "-"),
+            dest=f"mok_{item.name}",
+            type=flag["type"],
+            default=item.default,
+            choices=flag["choices"],
+            help=flag["help"],
+        )
+    return parser
+
+
+_explicit: MoKOptions | None = None
+
+
+def set_options(options: MoKOptions | None) -> None:
+    """Set the options for models built from now on, in place of the command line's; None undoes it."""
+    global _explicit
+    if options is not None and not isinstance(options, MoKOptions):
+        raise TypeError(f"set_options takes a MoKOptions or None, not {type(options).__name__}")
+    _explicit = options
+
+
+def get_options() -> MoKOptions:
+    """The options in force: those of `set_options`, else those of Megatron's arguments."""
+    if _explicit is not None:
+        return _explicit
+    args = megatron_args()
+    return MoKOptions() if args is None else MoKOptions.from_args(args)
+
+
+def megatron_args() -> Any | None:
+    """Megatron's parsed arguments, or None when there are none in this process (yet)."""
+    import sys
+
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None)

@@ -1,0 +1,190 @@
+"""MoKMoELayer: Megatron's MoELayer with the fused experts between its router and its residual add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_mok.megatron import cpu_mode
+from megatron_mok.megatron.errors import MoKConfigError
+from megatron_mok.megatron.experts import FusedExperts
+from megatron_mok.megatron.flags import MoKOptions, get_options, megatron_args
+from megatron_mok.megatron.validation import check_config, seen_as_alltoall
+from megatron_mok.ops import routes_from_map
+from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace, get_workspace
+
+_STAGES = ("route", "expert_compute", "postprocess")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the stages of one forward hand on besides their tensors."""
+
+    hidden_shape: torch.Size
+    ids_TK: torch.Tensor
+
+
+class MoKMoELayer(MoELayer):
+    """An MoE layer whose dispatch, experts and combine are one kernel per direction.
+
+    Router, parameters and their names, shared experts, recomputation, and checkpoints are those of
+    MoELayer. `MoELayer(config, ...)` makes one of these when the config says `mok` and the hooks are
+    installed. Takes the arguments of MoELayer.
+
+    Construction is collective over the expert-parallel group (it makes the workspace, once per shape).
+    Raises: MoKConfigError for what the fused layer cannot do.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        options = get_options()
+        # Again: fields may have been set after the config was made.
+        check_config(config, megatron_args(), options)
+        with seen_as_alltoall(config):
+            super().__init__(config, *args, **kwargs)
+        expert_tp = self.experts.tp_group.size()
+        if expert_tp > 1:
+            raise MoKConfigError(
+                f"the expert tensor parallel group has {expert_tp} ranks: each expert must be "
+                "whole on its rank; set --expert-tensor-parallel-size 1"
+            )
+        shape = _layer_shape(config, options)
+        workspace = _shared_workspace(shape, self.ep_group, options)
+        # After `experts`: parameters are named by the first module that holds them.
+        self.fused_experts = FusedExperts(
+            self.experts,
+            workspace,
+            saved_rows=options.saved_rows(
+                shape.max_tokens, shape.topk, self.ep_group.size(), self.num_local_experts
+            ),
+            accumulate_into_main_grad=config.gradient_accumulation_fusion,
+        )
+        self._max_tokens = shape.max_tokens
+        self._call: _Call | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As MoELayer.forward, for whole layers.
+
+        Args:
+            hidden_states: [s, b, H] tokens of this rank; s * b may differ between ranks.
+            intermediate_tensors: must be None (partial CUDA graphs split the layer with it).
+            padding_mask: [b, s] bool or None, for the router.
+        Returns: ([s, b, H], None).
+        """
+        if intermediate_tensors is not None or tuple(self.fwd_execution_map) != _STAGES:
+            raise MoKConfigError(
+                "the layer was asked to run in parts (intermediate_tensors or "
+                "fwd_execution_map, as partial CUDA graphs do): the fused layer has no parts; "
+                "set --cuda-graph-impl none or full_iteration"
+            )
+        tokens = hidden_states.shape[0] * hidden_states.shape[1]
+        if tokens > self._max_tokens:
+            raise MoKConfigError(
+                f"an MoE layer got {tokens} tokens on this rank, its workspace holds "
+                f"{self._max_tokens}; set --mok-max-tokens-per-rank {tokens} or more"
+            )
+        return super().forward(hidden_states, padding_mask=padding_mask)
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routes of the tokens from the router's output.
+
+        Args:
+            hidden_states: [s, b, H].
+            probs: [T, E], T = s * b.
+            routing_map: [T, E] bool; it alone says which routes exist.
+        Returns: ([T, H] tokens, [T, K] route weights).
+        """
+        ids_TK, probs_TK = routes_from_map(probs, routing_map, self.config.moe_router_topk)
+        self._call = _Call(hidden_states.shape, ids_TK)
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), probs_TK
+
+    def dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing: the kernel of routed_experts_compute dispatches."""
+        return hidden_states, probs
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Dispatch, experts and combine: [T, H] tokens and [T, K] weights to ([T, H], None)."""
+        return self.fused_experts(hidden_states, self._call.ids_TK, probs), None
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Nothing: the kernel of routed_experts_compute combines."""
+        return output
+
+    def postprocess(
+        self, output: torch.Tensor, shared_expert_output: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T, H] output of the routed experts plus that of the shared experts, as [s, b, H]."""
+        call, self._call = self._call, None
+        output = output.view(call.hidden_shape)
+        if shared_expert_output is not None:
+            output = output + shared_expert_output
+        return output
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Delayed weight gradients: of the shared experts only, the kernel has done the others."""
+        super().backward_dw(routed_experts=False, shared_experts=shared_experts)
+
+
+def _layer_shape(config: Any, options: MoKOptions) -> LayerShape:
+    if options.max_tokens_per_rank is None:
+        raise MoKConfigError(
+            "the most tokens per rank are not known; set --mok-max-tokens-per-rank, or in a "
+            "program megatron_mok.megatron.set_options(MoKOptions(max_tokens_per_rank=...))"
+        )
+    try:
+        return LayerShape(
+            hidden=config.hidden_size,
+            ffn=config.moe_ffn_hidden_size,
+            num_experts=config.num_moe_experts,
+            topk=config.moe_router_topk,
+            max_tokens=options.max_tokens_per_rank,
+            dtype=config.params_dtype,
+        )
+    except ValueError as error:
+        raise MoKConfigError(f"{error}; or use --moe-token-dispatcher-type alltoall") from error
+
+
+_announced: set[LayerShape] = set()
+
+
+def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> Workspace:
+    workspace = get_workspace(
+        shape,
+        group=ep_group,
+        device=_device(),
+        options=RuntimeOptions(
+            first_wait_s=options.first_timeout_s,
+            inner_wait_s=options.inner_timeout_s,
+            host_threads=options.host_threads,
+        ),
+    )
+    if torch.distributed.get_rank() == 0 and shape not in _announced:
+        _announced.add(shape)
+        # Printed as Megatron prints what everyone should see; its default log level hides INFO.
+        print(
+            f"megatron_mok: fused MoE layers, engine {workspace.engine}, expert-parallel group of "
+            f"{ep_group.size()}, workspace {workspace.nbytes} bytes per rank for "
+            f"{shape.max_tokens} tokens, hidden {shape.hidden}, ffn {shape.ffn}, "
+            f"{shape.num_experts} experts, top-{shape.topk}, {shape.dtype}",
+            flush=True,
+        )
+    return workspace
+
+
+def _device() -> torch.device:
+    if cpu_mode.is_enabled() or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,136 @@
+"""Real Megatron ranks for tests: processes in CPU mode with gloo that stay up between tests.
+
+Importing Megatron takes seconds per process, so every test of a session shares the same ranks and asks
+them to run module-level functions.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+START_TIMEOUT_S = 180.0
+
+
+class RankPool:
+    """`size` ranks of one gloo world, with megatron_mok installed.
+
+    Raises: RuntimeError when the ranks do not start.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable, *args: Any, timeout_s: float = 90.0, **kwargs: Any) -> list:
+        """Call a module-level `function` on all ranks; returns what each of them returned.
+
+        Raises: AssertionError with the tracebacks of the ranks that failed, or when one does not answer
+        in `timeout_s`. After either, the ranks are replaced (peers may be stuck in a collective).
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers = self._collect(timeout_s)
+        problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(answers) if not ok]
+        if problems:
+            self.close()
+            raise AssertionError("\n".join(problems))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End the ranks; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        port = _free_port()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(rank, self.size, port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        problems = [text for ok, text in self._collect(START_TIMEOUT_S) if not ok]
+        if problems:
+            self.close()
+            raise RuntimeError("the test ranks did not start:\n" + "\n".join(problems))
+
+    def _collect(self, timeout_s: float) -> list[tuple[bool, Any]]:
+        answers: list[tuple[bool, Any]] = [(False, f"no answer in {timeout_s} s")] * self.size
+        waiting = dict(zip(self._pipes, range(self.size)))
+        end = time.monotonic() + timeout_s
+        while waiting and (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left):
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+            if any(not answers[r][0] for r in range(self.size) if r not in waiting.values()):
+                # A failed rank leaves its peers in a collective; give them a moment to fail too.
+                end = min(end, time.monotonic() + 5.0)
+        return answers
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _rank_main(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    pipe.send(_guarded(_set_up_rank))
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        pipe.send(_guarded(function, *args, **kwargs))
+        sys.stdout.flush()
+
+
+def _guarded(function: Callable, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+    try:
+        return True, function(*args, **kwargs)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+def _set_up_rank() -> None:
+    from datetime import timedelta
+
+    import torch
+
+    from megatron_mok.megatron import cpu_mode, install
+
+    torch.set_num_threads(1)
+    cpu_mode.enable()
+    install()
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
