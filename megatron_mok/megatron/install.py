@@ -49,10 +49,12 @@ def install() -> None:
             f"TransformerConfig.{_FIELD} of this Megatron-Core is not a Literal; tested versions: "
             f"{', '.join(TESTED_VERSIONS)}"
         )
+    # The layer subclasses Megatron's. What can fail comes before the first change to Megatron.
+    from megatron_mok.megatron.layer import MoKMoELayer
 
     _widen_choices(config_cls, dispatcher_field)
     _hook_post_init(config_cls)
-    _hook_layer(layer_cls)
+    _hook_layer(layer_cls, MoKMoELayer)
     _hook_arguments()
     _installed = True
 
@@ -107,21 +109,20 @@ def _hook_post_init(config_cls: type) -> None:
     config_cls.__post_init__ = post_init
 
 
-def _hook_layer(layer_cls: type) -> None:
-    from megatron_mok.megatron.layer import MoKMoELayer
+def _hook_layer(layer_cls: type, mok_cls: type) -> None:
     from megatron_mok.megatron.validation import is_mok
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         # No arguments at all: copy and pickle make an empty object.
         config = args[0] if args else kwargs.get("config")
-        if is_mok(config) and not issubclass(cls, MoKMoELayer):
+        if is_mok(config) and not issubclass(cls, mok_cls):
             if cls is not layer_cls:
                 raise MoKConfigError(
                     f"{cls.__module__}.{cls.__qualname__} is its own kind of MoELayer, which "
                     "the fused layer cannot stand in for; use "
                     "--moe-token-dispatcher-type alltoall"
                 )
-            cls = MoKMoELayer
+            cls = mok_cls
         return object.__new__(cls)
 
     # Stays for the life of the process: once set, deleting it would leave object.__new__ refusing

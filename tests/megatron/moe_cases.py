@@ -1,4 +1,4 @@
-"""Single MoE layers on the test ranks: the same layer under two dispatchers, side by side."""
+"""Rank side: process groups, small MoE configs and layers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,42 @@ from megatron_mok.megatron import MoKOptions, set_options
 
 MAX_TOKENS = 96
 
+# Routers by what they do, as fields of TransformerConfig.
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "fp32": {"moe_router_dtype": "fp32", "moe_z_loss_coeff": 1e-3},
+    "fp64": {"moe_router_dtype": "fp64"},
+    "deepseek": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    },
+    "top1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "all": {"moe_router_topk": 8},
+}
+
+
+def set_up_parallel(ep: int, tp: int = 1, pp: int = 1) -> None:
+    """Process groups for these sizes, expert tensor parallelism 1, all other ranks data parallel."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(1234)
+    set_options(MoKOptions(max_tokens_per_rank=MAX_TOKENS))
+
 
 def make_config(dispatcher: str, **changes: Any) -> TransformerConfig:
-    """A small MoE config; `changes` are fields of TransformerConfig."""
+    """A small MoE config for the present process groups; `changes` are fields of it."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
     fields: dict[str, Any] = dict(
         num_layers=2,
         hidden_size=64,
@@ -40,29 +73,46 @@ def make_config(dispatcher: str, **changes: Any) -> TransformerConfig:
         attention_dropout=0.0,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=1,
+        cuda_graph_modules=[],
     )
     fields.update(changes)
-    fields.setdefault("params_dtype", torch.bfloat16 if fields.get("bf16") else torch.float32)
+    dtype = torch.bfloat16 if fields.get("bf16") else torch.float32
+    fields.setdefault("params_dtype", dtype)
+    fields.setdefault("pipeline_dtype", dtype)
     return TransformerConfig(**fields)
 
 
-def set_up_parallel(ep: int) -> None:
-    """Process groups for expert parallelism `ep`, the rest of the ranks being data parallel."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=ep, expert_tensor_parallel_size=1
-    )
-    model_parallel_cuda_manual_seed(1234)
-    set_options(MoKOptions(max_tokens_per_rank=MAX_TOKENS))
-
-
 def make_layer(config: TransformerConfig, seed: int = 7) -> MoELayer:
-    """One MoE layer, with weights that differ between ranks as experts do."""
-    torch.manual_seed(seed + torch.distributed.get_rank())
+    """One MoE layer. Every rank draws its own expert weights; all others are equal on all ranks."""
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     build = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    layer = build(config=config, pg_collection=groups)
+    layer = build(
+        config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
+    )
     layer.set_layer_number(1)
+    torch.manual_seed(seed + torch.distributed.get_rank())
+    for name, parameter in layer.named_parameters():
+        if name.startswith("experts."):
+            torch.nn.init.normal_(parameter.data, std=0.1)
     return layer
+
+
+def use_host_weight_gradient_fusion() -> None:
+    """Give Megatron a CPU version of the CUDA extension behind `gradient_accumulation_fusion`."""
+    from types import SimpleNamespace
+
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(x_TI, grad_TO, main_grad_OI):
+        main_grad_OI.add_(grad_TO.float().t() @ x_TI.float())
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
+    layers._grad_accum_fusion_available = True

@@ -1,16 +1,17 @@
 """Real Megatron ranks for tests: processes in CPU mode with gloo that stay up between tests.
 
-Importing Megatron takes seconds per process, so every test of a session shares the same ranks and asks
-them to run module-level functions.
+Importing Megatron takes seconds per process, so every test of a session shares the same ranks.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -30,8 +31,10 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable, *args: Any, timeout_s: float = 90.0, **kwargs: Any) -> list:
-        """Call a module-level `function` on all ranks; returns what each of them returned.
+    def run(self, function: str, *args: Any, timeout_s: float = 90.0, **kwargs: Any) -> list:
+        """Call `function` ("module.name") on all ranks; returns what each of them returned.
+
+        By name, so that the process of pytest does not import Megatron.
 
         Raises: AssertionError with the tracebacks of the ranks that failed, or when one does not answer
         in `timeout_s`. After either, the ranks are replaced (peers may be stuck in a collective).
@@ -112,8 +115,13 @@ def _rank_main(rank: int, size: int, port: int, pipe: Connection) -> None:
             function, args, kwargs = pipe.recv()
         except EOFError:
             os._exit(0)
-        pipe.send(_guarded(function, *args, **kwargs))
+        pipe.send(_guarded(_call, function, *args, **kwargs))
         sys.stdout.flush()
+
+
+def _call(function: str, *args: Any, **kwargs: Any) -> Any:
+    module, name = function.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
 def _guarded(function: Callable, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
@@ -131,6 +139,7 @@ def _set_up_rank() -> None:
     from megatron_mok.megatron import cpu_mode, install
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # Megatron's, about optional packages
     cpu_mode.enable()
     install()
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))

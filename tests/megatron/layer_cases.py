@@ -1,0 +1,161 @@
+"""Rank side: one MoE layer under `mok` against the same layer under `alltoall`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from moe_cases import ROUTERS, make_config, make_layer, set_up_parallel
+
+from megatron_mok.megatron.layer import MoKMoELayer
+
+
+def run_layer(layer: Any, tokens: int, seed: int = 3, padded: int = 0) -> dict[str, torch.Tensor]:
+    """Forward and backward of `tokens` random tokens of this rank.
+
+    Returns: output, dX, and the gradient of every parameter, by name.
+    """
+    config = layer.config
+    generator = torch.Generator().manual_seed(seed + torch.distributed.get_rank())
+    shape = (tokens, 1, config.hidden_size)
+    x = torch.randn(shape, generator=generator).to(config.params_dtype).requires_grad_()
+    grad = torch.randn(shape, generator=generator).to(config.params_dtype)
+    mask = None
+    if padded:
+        mask = torch.zeros(1, tokens, dtype=torch.bool)
+        mask[:, -padded:] = True
+    for parameter in layer.parameters():
+        parameter.grad = None
+    output, bias = layer(x, padding_mask=mask)
+    assert bias is None and output.shape == shape and output.dtype == x.dtype
+    output.backward(grad)
+    result = {"output": output.detach(), "dX": x.grad}
+    result |= {f"d {name}": p.grad for name, p in layer.named_parameters()}
+    return result
+
+
+def relative_difference(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """||found - expected|| / ||expected||; infinite when only one of them is there."""
+    if found is None or expected is None:
+        return 0.0 if found is expected else float("inf")
+    scale = expected.double().norm()
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / scale) if scale > 0 else float(difference)
+
+
+def pair(**changes: Any) -> tuple[Any, MoKMoELayer]:
+    """The same layer twice, with equal weights: under alltoall and under mok."""
+    native, fused = (make_layer(make_config(kind, **changes)) for kind in ("alltoall", "mok"))
+    assert type(fused) is MoKMoELayer
+    fused.load_state_dict(native.state_dict(), strict=True)
+    return native, fused
+
+
+def compare(
+    ep: int,
+    tokens: list[int],
+    router: str = "softmax",
+    tp: int = 1,
+    padded: int = 0,
+    **changes: Any,
+) -> dict[str, float]:
+    """Relative differences of output, dX and every parameter gradient, fused against native."""
+    set_up_parallel(ep, tp=tp)
+    if changes.get("bf16"):
+        changes["params_dtype"] = torch.bfloat16
+    native, fused = pair(**ROUTERS[router], **changes)
+    mine = tokens[torch.distributed.get_rank()]
+    expected = run_layer(native, mine, padded=padded)
+    found = run_layer(fused, mine, padded=padded)
+    assert list(found) == list(expected)
+    if router == "deepseek":
+        counts = [layer.router.local_tokens_per_expert for layer in (native, fused)]
+        assert torch.equal(*counts) and counts[0].sum() == 2 * (mine - padded)
+    return {name: relative_difference(found[name], expected[name]) for name in expected}
+
+
+def run_twice(ep: int, tokens: int) -> list[str]:
+    """Names of the results that differ in any bit between two runs of the fused layer."""
+    set_up_parallel(ep)
+    layer = make_layer(make_config("mok", moe_shared_expert_intermediate_size=64))
+    first, second = run_layer(layer, tokens), run_layer(layer, tokens)
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def gradients_without_tokens(ep: int) -> dict[str, bool]:
+    """Whether each expert's weight gradients are zeros, with all tokens on experts 0 to 3, after a
+    call that used all experts."""
+    set_up_parallel(ep)
+    router = ROUTERS["deepseek"] | {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    layer = make_layer(make_config("mok", **router))
+    run_layer(layer, 32)
+    layer.router.expert_bias[4:] = -100.0
+    grads = run_layer(layer, 32)
+    first = parallel_state.get_expert_model_parallel_rank() * layer.num_local_experts
+    zero = {}
+    for name, grad in grads.items():
+        if name.startswith("d experts."):
+            index, _, rest = name.removeprefix("d experts.local_experts.").partition(".")
+            zero[f"{first + int(index)}.{rest}"] = bool((grad == 0).all())
+    return zero
+
+
+def follows_weights() -> float:
+    """Difference to native after each kind of weight change that a training run makes."""
+    set_up_parallel(2)
+    native, fused = pair()
+    run_layer(fused, 16)
+    worst = 0.0
+    for change in (_change_in_place, _change_data_pointer, _load_weights):
+        for layer in (native, fused):
+            change(layer)
+        expected, found = run_layer(native, 16), run_layer(fused, 16)
+        worst = max(worst, *(relative_difference(found[n], expected[n]) for n in expected))
+    return worst
+
+
+def _change_in_place(layer: Any) -> None:
+    with torch.no_grad():
+        for parameter in layer.experts.parameters():
+            parameter.mul_(0.5)
+
+
+def _change_data_pointer(layer: Any) -> None:
+    for parameter in layer.experts.parameters():
+        parameter.data = parameter.data.clone().add_(0.01)
+
+
+def _load_weights(layer: Any) -> None:
+    layer.load_state_dict({k: v * 2 for k, v in layer.state_dict().items() if v is not None})
+
+
+def no_grad_and_eval() -> list[float]:
+    """Differences of outputs in evaluation and under no_grad."""
+    set_up_parallel(2)
+    native, fused = pair(moe_shared_expert_intermediate_size=64)
+    x = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(1))
+    differences = []
+    for layer in (native, fused):
+        layer.eval()
+    differences.append(relative_difference(fused(x)[0].detach(), native(x)[0].detach()))
+    with torch.no_grad():
+        differences.append(relative_difference(fused(x)[0], native(x)[0]))
+    return differences
+
+
+def stages_match_forward() -> bool:
+    """Whether the stage methods, called one by one, give what forward gives."""
+    set_up_parallel(2)
+    layer = make_layer(make_config("mok", moe_shared_expert_intermediate_size=64))
+    layer.eval()
+    x = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(1))
+    shared = layer.shared_experts_compute(x)
+    probs, routing_map = layer.route(x)
+    hidden, weights = layer.preprocess(x, probs, routing_map)
+    dispatched, weights = layer.dispatch(hidden, weights)
+    output, bias = layer.routed_experts_compute(dispatched, weights)
+    assert bias is None
+    output = layer.postprocess(layer.combine(output), shared)
+    layer.backward_dw()
+    return torch.equal(output, layer(x)[0])
