@@ -1,0 +1,78 @@
+"""Argument checks of the ops: every error names the argument, what it is and what it must be."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_mok.runtime import Workspace
+
+
+def check_tensor(
+    name: str, x: torch.Tensor, shape: Sequence[int | None], dtype: torch.dtype, device_type: str
+) -> None:
+    """Checks one tensor. A None in `shape` allows any size.
+
+    Raises:
+        ValueError: wrong shape, dtype or device, or not contiguous.
+    """
+    allowed = "[" + ", ".join("*" if n is None else str(n) for n in shape) + "]"
+    fits = x.dim() == len(shape) and all(
+        n is None or n == m for n, m in zip(shape, x.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {list(x.shape)}; it must be {allowed}")
+    if x.dtype != dtype:
+        raise ValueError(f"{name} has dtype {x.dtype}; it must be {dtype}")
+    if x.device.type != device_type:
+        raise ValueError(f"{name} is on {x.device}; the workspace computes on {device_type}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; its strides are {x.stride()}")
+
+
+def check_inputs(
+    workspace: Workspace,
+    hidden_TH: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    probs_TK: torch.Tensor,
+    fc1: Sequence[torch.Tensor],
+    fc2: Sequence[torch.Tensor],
+) -> None:
+    """Checks what forward and backward share against the workspace's shape."""
+    shape, device = workspace.shape, workspace.device_type
+    check_tensor("hidden", hidden_TH, (None, shape.hidden), shape.dtype, device)
+    tokens = hidden_TH.shape[0]
+    check_tensor("expert_ids", expert_ids_TK, (tokens, shape.topk), torch.int32, device)
+    check_tensor("probs", probs_TK, (tokens, shape.topk), torch.float32, device)
+    check_experts("fc1", fc1, (2 * shape.ffn, shape.hidden), shape.dtype, workspace)
+    check_experts("fc2", fc2, (shape.hidden, shape.ffn), shape.dtype, workspace)
+
+
+def check_experts(
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    workspace: Workspace,
+) -> None:
+    """Checks a list of one matrix per local expert."""
+    if len(tensors) != workspace.num_local_experts:
+        raise ValueError(
+            f"{name} has {len(tensors)} matrices; this rank has "
+            f"{workspace.num_local_experts} local experts"
+        )
+    for i, tensor in enumerate(tensors):
+        check_tensor(f"{name}[{i}]", tensor, shape, dtype, workspace.device_type)
+
+
+def check_grads(
+    name: str,
+    grads: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    workspace: Workspace,
+) -> None:
+    """Checks FP32 gradient buffers; an empty one stands for a gradient that nobody wants."""
+    if len(grads) != len(weights):
+        raise ValueError(f"{name} has {len(grads)} tensors for {len(weights)} weights")
+    for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+        if grad.numel():
+            check_tensor(f"{name}[{i}]", grad, weight.shape, torch.float32, workspace.device_type)

@@ -1,0 +1,174 @@
+"""The fused MoE layer as a differentiable function."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_mok.ops.library import empty_weight_grads
+from megatron_mok.runtime import Workspace, abi
+
+
+def fused_moe(
+    hidden_TH: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    probs_TK: torch.Tensor,
+    fc1: Sequence[torch.Tensor],
+    fc2: Sequence[torch.Tensor],
+    workspace: Workspace,
+    *,
+    addend_TH: torch.Tensor | None = None,
+    saved_rows: int = 0,
+    accumulate_into_main_grad: bool = False,
+) -> torch.Tensor:
+    """Routed experts of one MoE layer: dispatch, FC1 + SwiGLU, FC2, combine. Collective.
+
+    For every route (t, k) with expert e: h = fc1[e] x[t]; act = silu(h[:F]) * h[F:] * probs[t, k];
+    the output of t is the sum of fc2[e] act over k, in ascending order of e, plus addend[t].
+
+    Args:
+        hidden_TH: [T, H], of the workspace's dtype.
+        expert_ids_TK: [T, K] int32 ids in the whole EP group, in any order; -1 is no route.
+        probs_TK: [T, K], any floating dtype; computed in FP32.
+        fc1: [2F, H] for each local expert, gate rows, then up rows.
+        fc2: [H, F] for each local expert.
+        addend_TH: [T, H] added to the output before its rounding (shared expert).
+        saved_rows: rows of pre-activations kept for backward (rounded up to whole blocks of 128);
+            rows beyond are recomputed. Ignored where no gradient is needed.
+        accumulate_into_main_grad: add the gradient of each weight that has a contiguous FP32
+            `main_grad` into it and set `grad_added_to_main_grad`; such a weight gets a dummy
+            gradient that only fires hooks. Other weights get real gradients.
+
+    Returns:
+        [T, H]. Differentiable in hidden, probs, the weights and addend.
+
+    Raises:
+        ValueError: an argument does not fit the workspace.
+        MoKError: the engine failed; `MoKTimeoutError` when a peer did not take part.
+    """
+    probs_TK = probs_TK.float()
+    differentiable = [hidden_TH, probs_TK, *fc1, *fc2]
+    if addend_TH is not None:
+        differentiable.append(addend_TH)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in differentiable):
+        blocks = -(-saved_rows // abi.BLOCK_ROWS)
+        saved_rows = min(blocks * abi.BLOCK_ROWS, workspace.max_rows)
+    else:
+        saved_rows = 0
+    if accumulate_into_main_grad:
+        return _FusedMoEIntoMainGrad.apply(
+            hidden_TH,
+            expert_ids_TK,
+            probs_TK,
+            addend_TH,
+            workspace.handle,
+            saved_rows,
+            len(fc1),
+            *fc1,
+            *fc2,
+        )
+    output_TH, _ = torch.ops.mok.moe_forward(
+        hidden_TH,
+        expert_ids_TK,
+        probs_TK,
+        list(fc1),
+        list(fc2),
+        addend_TH,
+        workspace.handle,
+        saved_rows,
+    )
+    return output_TH
+
+
+class _FusedMoEIntoMainGrad(torch.autograd.Function):
+    """`fused_moe` whose weight gradients go into `main_grad`.
+
+    Apart from the operator's own autograd formula because a formula of an operator may not change
+    tensors that are not its arguments.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden, expert_ids, probs, addend, workspace, saved_rows, num_experts, *weights
+    ):
+        output, preact = torch.ops.mok.moe_forward(
+            hidden,
+            expert_ids,
+            probs,
+            list(weights[:num_experts]),
+            list(weights[num_experts:]),
+            addend,
+            workspace,
+            saved_rows,
+        )
+        ctx.workspace = workspace
+        ctx.num_experts = num_experts
+        ctx.parameters = weights  # main_grad is an attribute of the Parameter object
+        ctx.save_for_backward(hidden, expert_ids, probs, preact, *weights)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        hidden, expert_ids, probs, preact, *weights = ctx.saved_tensors
+        n = ctx.num_experts
+        wanted = ctx.needs_input_grad[-len(weights) :]
+        into_main = [
+            want and _has_fp32_main_grad(p) for want, p in zip(wanted, ctx.parameters, strict=True)
+        ]
+        grads = empty_weight_grads(weights, wanted)
+        for i, main in enumerate(into_main):
+            if main:
+                grads[i] = ctx.parameters[i].main_grad
+            elif any(into_main):
+                grads[i].zero_()  # one call either adds to all gradients or overwrites all
+        grad_hidden, grad_probs = torch.ops.mok.moe_backward(
+            grad_output.contiguous(),
+            hidden,
+            expert_ids,
+            probs,
+            weights[:n],
+            weights[n:],
+            preact,
+            grads[:n],
+            grads[n:],
+            any(into_main),
+            ctx.workspace,
+        )
+        returned: list[torch.Tensor | None] = []
+        for parameter, grad, want, main in zip(
+            ctx.parameters, grads, wanted, into_main, strict=True
+        ):
+            if main:
+                parameter.grad_added_to_main_grad = True
+                returned.append(_dummy_grad(parameter))
+            else:
+                returned.append(grad.to(parameter.dtype) if want else None)
+        return (
+            grad_hidden,
+            None,
+            grad_probs,
+            grad_output if ctx.needs_input_grad[3] else None,
+            None,
+            None,
+            None,
+            *returned,
+        )
+
+
+def _has_fp32_main_grad(parameter: torch.Tensor) -> bool:
+    main_grad = getattr(parameter, "main_grad", None)
+    return main_grad is not None and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
+
+
+_dummies: dict[tuple, torch.Tensor] = {}
+
+
+def _dummy_grad(parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient that is only there so that autograd hooks fire.
+
+    One zero tensor serves all weights of a shape. `detach` gives each its own tensor object, so
+    that autograd takes it instead of cloning it.
+    """
+    key = (tuple(parameter.shape), parameter.dtype, parameter.device)
+    if key not in _dummies:
+        _dummies[key] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return _dummies[key].detach()

@@ -1,0 +1,212 @@
+"""The `torch.ops.mok` operators: engine calls as PyTorch sees them.
+
+    mok::moe_forward   routed experts of one MoE layer, dispatch to combine
+    mok::moe_backward  its gradients; adds into or overwrites FP32 weight gradients in place
+
+Shapes: T tokens, K routes per token, H hidden, F expert FFN size, L local experts.
+Both are collective over the workspace's EP group.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from megatron_mok.ops.checks import check_grads, check_inputs, check_tensor
+from megatron_mok.runtime import Workspace, abi, workspace_of
+
+_library = torch.library.Library("mok", "DEF")
+_library.define(
+    "moe_forward(Tensor hidden, Tensor expert_ids, Tensor probs, Tensor[] fc1, Tensor[] fc2, "
+    "Tensor? addend, int workspace, int saved_rows) -> (Tensor output, Tensor preact)"
+)
+_library.define(
+    "moe_backward(Tensor grad_output, Tensor hidden, Tensor expert_ids, Tensor probs, "
+    "Tensor[] fc1, Tensor[] fc2, Tensor preact, Tensor(a!)[] grad_fc1, Tensor(b!)[] grad_fc2, "
+    "bool accumulate, int workspace) -> (Tensor grad_hidden, Tensor grad_probs)"
+)
+
+
+def _routes(expert_ids_TK: torch.Tensor, probs_TK: torch.Tensor) -> abi.MokRoutes:
+    return abi.MokRoutes(
+        tokens=expert_ids_TK.shape[0],
+        expert_ids=expert_ids_TK.data_ptr(),
+        probs=probs_TK.data_ptr(),
+    )
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array:
+    """One pointer per tensor; NULL for empty tensors."""
+    return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() or None for t in tensors])
+
+
+def _weights(fc1: Sequence[torch.Tensor], fc2: Sequence[torch.Tensor]) -> abi.MokWeights:
+    return abi.MokWeights(fc1=_pointers(fc1), fc2=_pointers(fc2))
+
+
+def _saved(preact_R2F: torch.Tensor, workspace: Workspace) -> abi.MokSaved:
+    shape = workspace.shape
+    check_tensor("preact", preact_R2F, (None, 2 * shape.ffn), shape.dtype, workspace.device_type)
+    return abi.MokSaved(preact=preact_R2F.data_ptr() or None, rows=preact_R2F.shape[0])
+
+
+def _moe_forward(
+    hidden: torch.Tensor,
+    expert_ids: torch.Tensor,
+    probs: torch.Tensor,
+    fc1: Sequence[torch.Tensor],
+    fc2: Sequence[torch.Tensor],
+    addend: torch.Tensor | None,
+    workspace: int,
+    saved_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ws = workspace_of(workspace)
+    check_inputs(ws, hidden, expert_ids, probs, fc1, fc2)
+    if addend is not None:
+        check_tensor("addend", addend, hidden.shape, ws.shape.dtype, ws.device_type)
+    output, preact = _moe_forward_fake(
+        hidden, expert_ids, probs, fc1, fc2, addend, workspace, saved_rows
+    )
+    ws.call(
+        "mok_forward",
+        abi.MokForwardArgs(
+            routes=_routes(expert_ids, probs),
+            hidden=hidden.data_ptr(),
+            weights=_weights(fc1, fc2),
+            addend=addend.data_ptr() if addend is not None else None,
+            output=output.data_ptr(),
+            saved=_saved(preact, ws),
+        ),
+    )
+    return output, preact
+
+
+def _moe_forward_fake(hidden, expert_ids, probs, fc1, fc2, addend, workspace, saved_rows):
+    return torch.empty_like(hidden), hidden.new_empty(saved_rows, fc1[0].shape[0])
+
+
+def _moe_backward(
+    grad_output: torch.Tensor,
+    hidden: torch.Tensor,
+    expert_ids: torch.Tensor,
+    probs: torch.Tensor,
+    fc1: Sequence[torch.Tensor],
+    fc2: Sequence[torch.Tensor],
+    preact: torch.Tensor,
+    grad_fc1: Sequence[torch.Tensor],
+    grad_fc2: Sequence[torch.Tensor],
+    accumulate: bool,
+    workspace: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ws = workspace_of(workspace)
+    check_inputs(ws, hidden, expert_ids, probs, fc1, fc2)
+    check_tensor("grad_output", grad_output, hidden.shape, ws.shape.dtype, ws.device_type)
+    check_grads("grad_fc1", grad_fc1, fc1, ws)
+    check_grads("grad_fc2", grad_fc2, fc2, ws)
+    grad_hidden, grad_probs = _moe_backward_fake(
+        grad_output,
+        hidden,
+        expert_ids,
+        probs,
+        fc1,
+        fc2,
+        preact,
+        grad_fc1,
+        grad_fc2,
+        accumulate,
+        workspace,
+    )
+    ws.call(
+        "mok_backward",
+        abi.MokBackwardArgs(
+            routes=_routes(expert_ids, probs),
+            grad_output=grad_output.data_ptr(),
+            hidden=hidden.data_ptr(),
+            weights=_weights(fc1, fc2),
+            saved=_saved(preact, ws),
+            grad_hidden=grad_hidden.data_ptr(),
+            grad_probs=grad_probs.data_ptr(),
+            weight_grads=abi.MokWeightGrads(
+                fc1=_pointers(grad_fc1), fc2=_pointers(grad_fc2), accumulate=accumulate
+            ),
+        ),
+    )
+    return grad_hidden, grad_probs
+
+
+def _moe_backward_fake(
+    grad_output,
+    hidden,
+    expert_ids,
+    probs,
+    fc1,
+    fc2,
+    preact,
+    grad_fc1,
+    grad_fc2,
+    accumulate,
+    workspace,
+):
+    return torch.empty_like(hidden), torch.empty_like(probs)
+
+
+def empty_weight_grads(weights: Sequence[torch.Tensor], wanted: Sequence[bool]):
+    """FP32 buffers for fresh weight gradients; an empty tensor where none is wanted."""
+    return [
+        torch.empty_like(w, dtype=torch.float32) if want else w.new_empty(0, dtype=torch.float32)
+        for w, want in zip(weights, wanted, strict=True)
+    ]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    hidden, expert_ids, probs, fc1, fc2, addend, workspace, _ = inputs
+    _, preact = output
+    ctx.workspace = workspace
+    ctx.num_experts = len(fc1)
+    ctx.has_addend = addend is not None
+    ctx.mark_non_differentiable(preact)
+    ctx.set_materialize_grads(True)
+    ctx.save_for_backward(hidden, expert_ids, probs, preact, *fc1, *fc2)
+
+
+def _autograd_backward(ctx, grad_output, _grad_preact):
+    hidden, expert_ids, probs, preact, *weights = ctx.saved_tensors
+    fc1, fc2 = weights[: ctx.num_experts], weights[ctx.num_experts :]
+    grad_fc1 = empty_weight_grads(fc1, [w.requires_grad for w in fc1])
+    grad_fc2 = empty_weight_grads(fc2, [w.requires_grad for w in fc2])
+    grad_hidden, grad_probs = torch.ops.mok.moe_backward(
+        grad_output.contiguous(),
+        hidden,
+        expert_ids,
+        probs,
+        fc1,
+        fc2,
+        preact,
+        grad_fc1,
+        grad_fc2,
+        False,
+        ctx.workspace,
+    )
+
+    def cast(grads, weights):
+        return [g.to(w.dtype) if g.numel() else None for g, w in zip(grads, weights, strict=True)]
+
+    return (
+        grad_hidden,
+        None,
+        grad_probs,
+        cast(grad_fc1, fc1),
+        cast(grad_fc2, fc2),
+        grad_output if ctx.has_addend else None,
+        None,
+        None,
+    )
+
+
+_library.impl("moe_forward", _moe_forward, "CPU")
+_library.impl("moe_backward", _moe_backward, "CPU")
+torch.library.register_fake("mok::moe_forward", _moe_forward_fake, lib=_library)
+torch.library.register_fake("mok::moe_backward", _moe_backward_fake, lib=_library)
+torch.library.register_autograd(
+    "mok::moe_forward", _autograd_backward, setup_context=_setup_context, lib=_library
+)

@@ -1,0 +1,21 @@
+"""Engines and workspaces: loading the compiled libraries and sharing memory between EP ranks."""
+
+from megatron_mok.runtime import abi
+from megatron_mok.runtime.workspace import (
+    LayerShape,
+    RuntimeOptions,
+    Workspace,
+    get_workspace,
+    release_workspaces,
+    workspace_of,
+)
+
+__all__ = [
+    "LayerShape",
+    "RuntimeOptions",
+    "Workspace",
+    "abi",
+    "get_workspace",
+    "release_workspaces",
+    "workspace_of",
+]
