@@ -1,18 +1,24 @@
 # make compare   train a small DeepSeek-V3-style model with alltoall and with MoK, side by side
 # make test      formatting checks and the test suite
-# make setup     .venv with the package and its engines (the others do it by themselves)
+# make test-gpu  the tests that need a Hopper GPU
+# make format    formats everything
+#
+# Each sets up what it needs: a .venv with the package, its dependencies and its engines.
 #
 # PYTHON=...     the Python (>= 3.12) to make .venv with
 # MOK_CUDA=0|1   never build the CUDA engine, or fail without nvcc
+# CONFIG=...     what to compare
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-VENV := .venv
-BIN := $(VENV)/bin
+BIN := .venv/bin
 CONFIG ?= configs/tiny_deepseek_v3.yaml
 NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu)
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$p" && break; \
+	done)
 
 .PHONY: compare test test-gpu lint format setup clean
 
@@ -35,21 +41,21 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-setup: $(VENV)/.installed $(VENV)/.built
+setup: .venv/dependencies .venv/engines
 
-# Dependencies: again only when their lists change.
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || { python=$$(./.ci/find-python) && "$$python" -m venv $(VENV); }
+.venv/dependencies: pyproject.toml constraints.txt
+ifeq ($(PYTHON),)
+	$(error No Python >= 3.12 found (Megatron-Core needs it). Install one, or name it: make PYTHON=/path/to/python3.12)
+endif
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip 'setuptools>=77' wheel
-	MOK_CUDA=$${MOK_CUDA:-auto} $(BIN)/python -m pip install --quiet --no-build-isolation \
+	MOK_CUDA=0 $(BIN)/python -m pip install --quiet --no-build-isolation \
 		--constraint constraints.txt --editable '.[test]'
-	@touch $@
+	touch $@
 
-# Engines: again only when their sources change.
-$(VENV)/.built: $(VENV)/.installed setup.py $(NATIVE)
-	$(BIN)/python setup.py --quiet build_py --editable-mode 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	@touch $@
+.venv/engines: .venv/dependencies setup.py $(NATIVE)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info megatron_mok/lib
+	rm -rf .venv build *.egg-info megatron_mok/lib

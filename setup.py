@@ -1,9 +1,9 @@
 """Builds the engines: always the host engine (g++), the CUDA engine where nvcc is found.
 
-Both are plain C-ABI libraries loaded with ctypes, so building needs no torch and one build serves every
-Python and torch version. Environment:
+Both are plain C-ABI libraries loaded with ctypes, so building needs no torch and one build serves
+every Python and torch version. Environment:
 
-    MOK_CUDA=auto|0|1   build the CUDA engine where nvcc is found (default), never, or fail without nvcc
+    MOK_CUDA=auto|0|1   build the CUDA engine: where nvcc is found (default), never, or always
     CXX, NVCC           compilers to use
 """
 
