@@ -7,6 +7,7 @@ and is the end-of-document id of Megatron's NullTokenizer at that vocabulary siz
 import hashlib
 import os
 import sysconfig
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +30,13 @@ class Dataset:
     Attributes:
         prefix: path without the suffix, as Megatron's --data-path takes it.
         index_cache: folder for Megatron's sample indices.
+        is_bytes: whether its tokens are the bytes of a text.
         fresh: whether this call wrote it (False: found).
     """
 
     prefix: Path
     index_cache: Path
+    is_bytes: bool = True
     fresh: bool = False
 
 
@@ -64,7 +67,7 @@ def prepare(source: str, max_bytes: int) -> Dataset:
         return _prepare_text(path, max_bytes)
     missing = [s for s in (".bin", ".idx") if not path.with_name(path.name + s).is_file()]
     if not missing:
-        return Dataset(path.absolute(), cache_folder() / "index")
+        return Dataset(path.absolute(), cache_folder() / "index", is_bytes=False)
     raise DataError(
         f"data.source: {source!r} is neither 'stdlib', nor a folder, nor the prefix of a Megatron "
         f"dataset ({' and '.join(path.name + s for s in missing)} not found in {path.parent})"
@@ -104,7 +107,9 @@ def _prepare_text(folder: Path, max_bytes: int) -> Dataset:
 
 
 def _write(prefix: Path, documents: list[bytes]) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron, about the packages it does without
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     # Under names of our own first: another process may be writing the same dataset.

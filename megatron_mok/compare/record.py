@@ -1,11 +1,14 @@
 """What a training run did, one JSON line at a time and one file per rank.
 
-Events (key `event`): `start` (weight hashes before the first step, FLOPs per step), `step`
-(`step`, `seconds`, `losses` as float64, `grad_norm`, `tokens` = hash of the step's token ids),
-`end` (weight hashes after the last step, peak memory), `error`, `done`.
+Events (key `event`): `start` (weight hashes before the first step, model FLOPs of a step, device and
+versions), `step` (`step` from 1, `seconds`, `losses` as float64, `grad_norm`, `tokens` = hash of the
+token ids since the step before), `end` (weight hashes after the last step, peak memory), `error`,
+`done`. All have `time`, in seconds since the epoch.
 """
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import resource
 import sys
@@ -34,9 +37,9 @@ class Recorder:
         self._file.close()
 
     def _write(self, event: str, **fields) -> None:
-        self._file.write(json.dumps({"event": event, **fields}) + "\n")
+        self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
 
-    def error(self, error: Exception) -> None:
+    def error(self, error: BaseException) -> None:
         trace = "".join(traceback.format_exception(error))
         self._write("error", type=type(error).__name__, message=str(error), traceback=trace)
 
@@ -56,7 +59,7 @@ class Recorder:
 
         def train(forward_step, model, *args, **kwargs):
             weights = assert_replicas_equal(model, "before step 1")
-            self._write("start", weights=weights, flops=_flops_per_step(training))
+            self._write("start", weights=weights, flops=_flops_per_step(training), **_environment())
             self._token_hash = hashlib.sha256()
             result = original_train(forward_step, model, *args, **kwargs)
             weights = assert_replicas_equal(model, "after the last step")
@@ -90,6 +93,19 @@ def record_path(folder: Path, rank: int) -> Path:
 def _flops_per_step(training) -> float:
     args = training.get_args()
     return float(training.num_floating_point_operations(args, args.global_batch_size))
+
+
+def _environment() -> dict:
+    import megatron.core
+    import torch
+
+    te = importlib.util.find_spec("transformer_engine")
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "megatron": megatron.core.__version__,
+        "te": importlib.metadata.version("transformer_engine") if te else None,
+    }
 
 
 def _peak_bytes() -> int:

@@ -48,8 +48,9 @@ def main(argv: list[str]) -> None:
     with Recorder(Path(job.record_dir), int(os.environ["RANK"])) as recorder:
         try:
             run(job, recorder)
-        except Exception as error:
-            recorder.error(error)
+        except BaseException as error:  # Megatron's CheckpointException is no Exception
+            if not isinstance(error, SystemExit | KeyboardInterrupt):
+                recorder.error(error)
             raise
 
 

@@ -1,0 +1,4 @@
+from megatron_mok.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""Entry point of `megatron-mok`: finds the subcommand and turns errors into exit statuses."""
+
+import argparse
+import sys
+
+from . import compare
+
+_SUBCOMMANDS = (compare,)
+"""Modules with `add_parser(subparsers)`, which sets `run`: a function from the parsed arguments to
+an exit status."""
+
+_DESCRIPTION = """\
+megatron_mok: Mixture-of-Experts token dispatcher for Megatron-Core.
+
+In training, use Megatron's own flag: --moe-token-dispatcher-type mok
+"""
+
+_EPILOG = """\
+exit status:
+  0  all went well
+  1  it ran, but something failed or does not hold
+  2  wrong arguments or configuration
+  130  interrupted
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-mok",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in _SUBCOMMANDS:
+        module.add_parser(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's). Returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

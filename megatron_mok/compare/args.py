@@ -1,0 +1,124 @@
+"""A comparison's configuration as Megatron's command line."""
+
+import dataclasses
+from pathlib import Path
+
+from .config import CompareConfig
+from .data import BYTE_VOCAB_SIZE, DataError, Dataset
+
+_FIXED = (
+    "--swiglu",
+    "--disable-bias-linear",
+    "--normalization=RMSNorm",
+    "--position-embedding-type=rope",
+    "--untie-embeddings-and-output-weights",
+    "--attention-dropout=0",
+    "--hidden-dropout=0",
+    "--tokenizer-type=NullTokenizer",
+    "--expert-tensor-parallel-size=1",
+    "--log-interval=1",
+    "--ckpt-format=torch_dist",
+    # Step 0 is the same weights for all arms; optimizer and RNG states start afresh.
+    "--no-save-optim",
+    "--no-save-rng",
+)
+
+_CUDA = ("--transformer-impl=transformer_engine",)
+
+
+def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
+    """Megatron's arguments for every arm of `config`: all of them save the dispatcher's."""
+    if config.device == "cpu":
+        from megatron_mok.megatron.cpu_mode import MEGATRON_ARGS as device_args
+    else:
+        device_args = _CUDA
+    train, parallel = config.train, config.parallel
+    args = [
+        *_FIXED,
+        *device_args,
+        *_flags(config.model),
+        f"--max-position-embeddings={config.model.seq_length}",
+        f"--vocab-size={_vocab_size(config, dataset)}",
+        f"--seed={config.seed}",
+        f"--data-path={dataset.prefix}",
+        f"--data-cache-path={dataset.index_cache}",
+        f"--split={config.data.split}",
+        f"--tensor-model-parallel-size={parallel.tensor_model_parallel_size}",
+        f"--pipeline-model-parallel-size={parallel.pipeline_model_parallel_size}",
+        f"--context-parallel-size={parallel.context_parallel_size}",
+        f"--expert-model-parallel-size={parallel.expert_model_parallel_size}",
+        f"--distributed-timeout-minutes={parallel.timeout_minutes}",
+        *_switch("--sequence-parallel", parallel.sequence_parallel),
+        *_switch("--use-distributed-optimizer", parallel.distributed_optimizer),
+        *_switch("--overlap-grad-reduce", parallel.overlap_grad_reduce),
+        *_switch("--overlap-param-gather", parallel.overlap_param_gather),
+        *_switch("--bf16", config.precision == "bf16"),
+        f"--train-iters={train.steps}",
+        f"--micro-batch-size={train.micro_batch_size}",
+        f"--global-batch-size={train.global_batch_size}",
+        f"--lr={train.lr}",
+        f"--min-lr={train.min_lr}",
+        f"--lr-decay-style={train.lr_decay_style}",
+        f"--lr-warmup-iters={train.lr_warmup_steps}",
+        f"--lr-decay-iters={train.steps}",
+        f"--weight-decay={train.weight_decay}",
+        f"--clip-grad={train.clip_grad}",
+        f"--adam-beta1={train.adam_beta1}",
+        f"--adam-beta2={train.adam_beta2}",
+        *_evaluation(config),
+    ]
+    if train.recompute_granularity is not None:
+        args.append(f"--recompute-granularity={train.recompute_granularity}")
+    if train.recompute_granularity == "full":
+        args += ["--recompute-method=uniform", "--recompute-num-layers=1"]
+    if train.recompute_modules:
+        args += ["--recompute-modules", *train.recompute_modules]
+    return args + list(config.megatron_args)
+
+
+def step0_save_args(folder: Path) -> list[str]:
+    """Save the initial weights to `folder`."""
+    return [f"--save={folder}", "--save-interval=1"]
+
+
+def step0_load_args(folder: Path) -> list[str]:
+    """Start from the weights in `folder` at iteration 0, with fresh optimizer and RNG states."""
+    return [f"--load={folder}", "--finetune"]
+
+
+def _flags(model) -> list[str]:
+    flags = []
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        name = "--" + field.name.replace("_", "-")
+        if value is True:
+            flags.append(name)
+        elif value is not None and value is not False:
+            flags.append(f"{name}={value}")
+    if model.num_query_groups is not None:
+        flags.append("--group-query-attention")
+    return flags
+
+
+def _switch(flag: str, on: bool) -> list[str]:
+    return [flag] if on else []
+
+
+def _evaluation(config: CompareConfig) -> list[str]:
+    train = config.train
+    if train.eval_interval is None:
+        return [f"--eval-interval={train.steps + 1}", "--eval-iters=0"]
+    return [f"--eval-interval={train.eval_interval}", f"--eval-iters={train.eval_iters}"]
+
+
+def _vocab_size(config: CompareConfig, dataset: Dataset) -> int:
+    if dataset.is_bytes:
+        if config.data.vocab_size not in (None, BYTE_VOCAB_SIZE):
+            raise DataError(
+                f"data.vocab_size: text is read as bytes, so it must be {BYTE_VOCAB_SIZE} or left "
+                f"out (given: {config.data.vocab_size})"
+            )
+        return BYTE_VOCAB_SIZE
+    if config.data.vocab_size is None:
+        raise DataError(f"data.vocab_size: missing; the dataset {dataset.prefix} does not say it")
+    return config.data.vocab_size

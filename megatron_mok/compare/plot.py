@@ -1,0 +1,115 @@
+"""The chart of a comparison: loss curves, their differences, and throughput."""
+
+from pathlib import Path
+
+from .config import CompareConfig
+from .runner import ArmResult
+from .summary import Row, is_functional, loss_differences
+
+_COLORS = ("#4C5B70", "#E4572E", "#2E86AB", "#76B041", "#8E5EA2", "#C9A227")
+_INK, _GRID = "#22272e", "#d9dee4"
+
+
+def write_chart(path: Path, config: CompareConfig, results: list[ArmResult], rows: list[Row]):
+    """Draw the arms that ran to a PNG at `path`; draws nothing when none did."""
+    good = [(result, row) for result, row in zip(results, rows, strict=True) if not result.failure]
+    if not good:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = {result.arm: _COLORS[i % len(_COLORS)] for i, result in enumerate(results)}
+    style = {
+        "font.size": 10,
+        "text.color": _INK,
+        "axes.labelcolor": _INK,
+        "axes.edgecolor": _GRID,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": _GRID,
+        "grid.linewidth": 0.8,
+    }
+    with plt.rc_context(style):
+        figure = plt.figure(figsize=(11, 5.2), layout="constrained")
+        grid = figure.add_gridspec(2, 2, width_ratios=(2, 1), height_ratios=(2.2, 1))
+        loss_axis = figure.add_subplot(grid[0, 0])
+        _draw_losses(loss_axis, [r for r, _ in good], colors)
+        _draw_differences(
+            figure.add_subplot(grid[1, 0], sharex=loss_axis), [r for r, _ in good], colors
+        )
+        _draw_throughput(figure.add_subplot(grid[:, 1]), [row for _, row in good], colors, config)
+        figure.suptitle(config.name, x=0.01, ha="left", fontweight="bold")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def _draw_losses(axis, results, colors) -> None:
+    # Curves that agree lie on each other, so later ones are dashed and the first stays visible.
+    for i, result in enumerate(results):
+        losses = [step.loss for step in result.history.steps]
+        axis.plot(
+            range(1, len(losses) + 1),
+            losses,
+            color=colors[result.arm],
+            linewidth=3.2 if i == 0 else 1.7,
+            alpha=0.55 if i == 0 and len(results) > 1 else 1,
+            linestyle="-" if i == 0 else (0, (4, 2 + i)),
+            label=f"{result.arm}  {losses[-1]:.4f}",
+        )
+    axis.set_title("Training loss", loc="left")
+    axis.set_ylabel("lm loss (nats per token)")
+    axis.grid(axis="y")
+    axis.legend(frameon=False, title="arm, final loss", alignment="left")
+    axis.tick_params(labelbottom=False)
+
+
+def _draw_differences(axis, results, colors) -> None:
+    first, *others = results
+    axis.set_title(f"Difference to {first.arm}", loc="left")
+    axis.set_xlabel("step")
+    axis.set_ylabel("|Δ loss|")
+    positive = False
+    for result in others:
+        absolute, _ = loss_differences(first, result)
+        axis.plot(range(1, len(absolute) + 1), absolute, color=colors[result.arm], linewidth=1.5)
+        positive = positive or max(absolute) > 0
+    if positive:
+        axis.set_yscale("log")
+        axis.grid(axis="y")
+    else:
+        axis.set_yticks([0])
+        text = "bitwise equal in every step" if others else "one arm only"
+        axis.text(0.5, 0.6, text, transform=axis.transAxes, ha="center", color=_INK)
+
+
+def _draw_throughput(axis, rows, colors, config) -> None:
+    names = [row.arm for row in rows]
+    speeds = [row.tokens_per_s for row in rows]
+    ends = [
+        [s - s * row.step_ms / row.p90 for s, row in zip(speeds, rows, strict=True)],
+        [s * row.step_ms / row.p10 - s for s, row in zip(speeds, rows, strict=True)],
+    ]
+    bars = axis.bar(
+        names,
+        speeds,
+        width=0.6,
+        color=[colors[name] for name in names],
+        yerr=ends,
+        error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 3},
+    )
+    axis.bar_label(bars, [f"{s:,.0f}" for s in speeds], label_type="center", color="white")
+    axis.set_title("Tokens per second", loc="left")
+    axis.set_ylim(0, max(s + e for s, e in zip(speeds, ends[1], strict=True)) * 1.1)
+    axis.margins(x=max(0.05, 0.5 - 0.15 * len(names)))
+    axis.grid(axis="y")
+    axis.tick_params(axis="x", length=0)
+    note = "bars: median, lines: p10 to p90"
+    if is_functional(config):
+        what = "CPU ranks" if config.device == "cpu" else "several ranks on one GPU"
+        note += f"\n{what}: not the speed of a GPU cluster"
+    axis.set_xlabel(note, fontsize=8.5)

@@ -1,0 +1,122 @@
+"""A comparison's results for people and programs: a table, results.json and a chart."""
+
+import dataclasses
+import datetime
+import json
+import subprocess
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .config import CompareConfig
+from .runner import ArmResult
+from .summary import Row, is_functional
+
+
+def table(config: CompareConfig, rows: list[Row]) -> Table:
+    """The table that `compare` prints."""
+    first = next((r.arm for r in rows if r.failure is None), "the first")
+    grid = Table(title=f"{config.name}: {_setting(config)}", title_justify="left")
+    grid.add_column("arm", style="bold")
+    for heading in (
+        "step ms\n(p10 to p90)",
+        "tokens/s",
+        "peak GiB",
+        "final loss",
+        f"max loss diff\nto {first}",
+        "relative",
+        f"speed\nvs {first}",
+    ):
+        grid.add_column(heading, justify="right")
+    for row in rows:
+        if row.failure is not None:
+            grid.add_row(row.arm, Text("failed", style="bold red"), *[""] * 6)
+            continue
+        grid.add_row(
+            row.arm,
+            f"{row.step_ms:.1f}\n({row.p10:.1f} to {row.p90:.1f})",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.peak_gib:.2f}",
+            f"{row.final_loss:.6f}",
+            "-" if row.arm == first else f"{row.max_loss_diff:.2e}",
+            "-" if row.arm == first else f"{row.max_rel_loss_diff:.2e}",
+            "-" if row.speedup is None else f"{row.speedup:.2f}x",
+        )
+    return grid
+
+
+def print_report(console: Console, config: CompareConfig, results, rows: list[Row]) -> None:
+    """Print the table, then why arms failed and what the times do not say."""
+    console.print(table(config, rows))
+    if is_functional(config):
+        what = "CPU ranks" if config.device == "cpu" else "several ranks on one GPU"
+        console.print(f"Times are of {what}: they say nothing about speed on a GPU cluster.")
+    for result in results:
+        if result.failure is not None:
+            console.print(Text(f"{result.arm}: {result.failure}", style="red"))
+            for line in result.log_tail:
+                console.print(Text("  | " + line, style="dim"), soft_wrap=True)
+
+
+def write_json(
+    path: Path, command: str, config: CompareConfig, results: list[ArmResult], rows: list[Row]
+) -> None:
+    """Write results.json: the machine, a row per arm, and each arm's steps at full precision."""
+    ran = next((r.history for r in results if r.failure is None), None)
+    start = ran.start[0] if ran else {}
+    on_gpu = config.device == "cuda"
+    tree = {
+        "command": command,
+        "gpu": start.get("device") if on_gpu else None,
+        "n_gpus": config.parallel.ranks // config.parallel.ranks_per_gpu if on_gpu else 0,
+        "ranks": config.parallel.ranks,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "torch": start.get("torch"),
+        "megatron": start.get("megatron"),
+        "te": start.get("te"),
+        "dense_tflops": None,
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "config": dataclasses.asdict(config),
+        "steps": {r.arm: _steps(r) for r in results if r.history is not None},
+    }
+    path.write_text(json.dumps(tree, indent=1) + "\n")
+
+
+def _steps(result: ArmResult) -> dict:
+    steps = result.history.steps
+    return {
+        "seconds": [s.seconds for s in steps],
+        "grad_norm": [s.grad_norm for s in steps],
+        "losses": {name: [s.losses[name] for s in steps] for name in (steps[0].losses if steps else ())},
+    }
+
+
+def _setting(config: CompareConfig) -> str:
+    p = config.parallel
+    parts = [f"{p.ranks} {config.device} ranks", f"EP {p.expert_model_parallel_size}"]
+    for name, size in (
+        ("TP", p.tensor_model_parallel_size),
+        ("PP", p.pipeline_model_parallel_size),
+        ("CP", p.context_parallel_size),
+    ):
+        if size > 1:
+            parts.append(f"{name} {size}")
+    parts += [config.precision, f"{config.train.steps} steps of {config.tokens_per_step:,} tokens"]
+    return ", ".join(parts)
+
+
+def _commit() -> str | None:
+    try:
+        git = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return git.stdout.strip() or None if git.returncode == 0 else None

@@ -1,0 +1,103 @@
+"""The numbers of a comparison: one row per arm, measured against the first arm that ran."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .config import CompareConfig
+from .runner import ArmResult
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm's figures; None where there is none.
+
+    Attributes:
+        step_ms, p10, p90: median and percentiles of the step time, without the first
+            `train.skip_steps` steps, slowest rank of each step, in ms.
+        tokens_per_s: tokens of a global batch / median step time.
+        tflops_per_gpu: Megatron's model FLOPs / median step time / ranks; on GPUs of one rank each.
+        peak_gib: largest peak of any rank: device memory, or resident memory on CPU ranks.
+        max_loss_diff: largest absolute difference of a step's loss to the first arm's.
+        max_rel_loss_diff: the largest relative one.
+        speedup: first arm's median step time / this arm's; None where the times of several ranks
+            on one GPU would be compared.
+        failure: why the arm has no valid result.
+    """
+
+    arm: str
+    ep: int
+    steps: int
+    step_ms: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    tokens_per_s: float | None = None
+    tflops_per_gpu: float | None = None
+    peak_gib: float | None = None
+    final_loss: float | None = None
+    max_loss_diff: float | None = None
+    max_rel_loss_diff: float | None = None
+    speedup: float | None = None
+    functional: bool = False
+    failure: str | None = None
+
+
+def is_functional(config: CompareConfig) -> bool:
+    """Whether times say nothing about a GPU cluster: CPU ranks, or several ranks on one GPU."""
+    return config.device == "cpu" or config.parallel.ranks_per_gpu > 1
+
+
+def summarize(config: CompareConfig, results: list[ArmResult]) -> list[Row]:
+    """One row per result, in their order."""
+    first = next((r for r in results if r.failure is None), None)
+    return [_row(config, result, first) for result in results]
+
+
+def loss_differences(first: ArmResult, other: ArmResult) -> tuple[list[float], list[float]]:
+    """Absolute and relative differences of the loss, per step."""
+    pairs = [(a.loss, b.loss) for a, b in zip(first.history.steps, other.history.steps, strict=True)]
+    return (
+        [abs(b - a) for a, b in pairs],
+        [abs(b - a) / abs(a) if a else math.inf for a, b in pairs],
+    )
+
+
+def timed_ms(config: CompareConfig, result: ArmResult) -> np.ndarray:
+    """Step times in ms that count: without the first `train.skip_steps`, unless none is left."""
+    seconds = [step.seconds for step in result.history.steps]
+    return 1e3 * np.array(seconds[config.train.skip_steps :] or seconds)
+
+
+def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> Row:
+    ep = config.parallel.expert_model_parallel_size
+    functional = is_functional(config)
+    if result.failure is not None:
+        steps = len(result.history.steps) if result.history else 0
+        return Row(result.arm, ep, steps, functional=functional, failure=result.failure)
+    history = result.history
+    ms = timed_ms(config, result)
+    median = float(np.median(ms))
+    absolute, relative = loss_differences(first, result)
+    per_gpu = None
+    if not functional:
+        per_gpu = history.start[0]["flops"] / (median * 1e-3) / config.parallel.ranks / 1e12
+    speedup = None
+    if config.parallel.ranks_per_gpu == 1:
+        speedup = float(np.median(timed_ms(config, first))) / median
+    return Row(
+        arm=result.arm,
+        ep=ep,
+        steps=len(history.steps),
+        step_ms=median,
+        p10=float(np.percentile(ms, 10)),
+        p90=float(np.percentile(ms, 90)),
+        tokens_per_s=config.tokens_per_step / (median * 1e-3),
+        tflops_per_gpu=per_gpu,
+        peak_gib=history.peak_bytes / 2**30,
+        final_loss=history.steps[-1].loss,
+        max_loss_diff=max(absolute),
+        max_rel_loss_diff=max(relative),
+        speedup=speedup,
+        functional=functional,
+    )
