@@ -1,7 +1,7 @@
 """Configuration of a comparison: YAML to frozen dataclasses, checked before anything starts.
 
 Keys that set a Megatron option are named like it (`moe_router_topk` is --moe-router-topk); left
-out, Megatron's default holds. `docs` of each key are the field comments below.
+out, Megatron's default holds.
 """
 
 import dataclasses
@@ -119,8 +119,9 @@ class ParallelConfig:
         expert_parallel = self.expert_model_parallel_size * self.pipeline_model_parallel_size
         if self.ranks % expert_parallel:
             raise ConfigError(
-                f"parallel.expert_model_parallel_size: {self.expert_model_parallel_size} x pipeline "
-                f"({self.pipeline_model_parallel_size}) does not divide parallel.ranks ({self.ranks})"
+                f"parallel.expert_model_parallel_size: {self.expert_model_parallel_size} x "
+                f"pipeline size ({self.pipeline_model_parallel_size}) does not divide "
+                f"parallel.ranks ({self.ranks})"
             )
         if self.overlap_param_gather and not (
             self.distributed_optimizer and self.overlap_grad_reduce

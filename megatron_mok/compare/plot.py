@@ -102,10 +102,21 @@ def _draw_throughput(axis, rows, colors, config) -> None:
         yerr=ends,
         error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 3},
     )
-    axis.bar_label(bars, [f"{s:,.0f}" for s in speeds], label_type="center", color="white")
+    for bar, speed in zip(bars, speeds, strict=True):
+        middle = bar.get_x() + bar.get_width() / 2
+        axis.annotate(
+            f"{speed:,.0f}",
+            (middle, 0),
+            xytext=(0, 6),
+            textcoords="offset points",
+            ha="center",
+            color="white",
+            fontweight="bold",
+        )
     axis.set_title("Tokens per second", loc="left")
     axis.set_ylim(0, max(s + e for s, e in zip(speeds, ends[1], strict=True)) * 1.1)
     axis.margins(x=max(0.05, 0.5 - 0.15 * len(names)))
+    axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.grid(axis="y")
     axis.tick_params(axis="x", length=0)
     note = "bars: median, lines: p10 to p90"

@@ -1,9 +1,9 @@
 """What a training run did, one JSON line at a time and one file per rank.
 
-Events (key `event`): `start` (weight hashes before the first step, model FLOPs of a step, device and
-versions), `step` (`step` from 1, `seconds`, `losses` as float64, `grad_norm`, `tokens` = hash of the
-token ids since the step before), `end` (weight hashes after the last step, peak memory), `error`,
-`done`. All have `time`, in seconds since the epoch.
+Events (key `event`): `start` (weight hashes before the first step, model FLOPs of a step, device
+and versions), `step` (`step` from 1, `seconds`, `losses` as float64, `grad_norm`, `tokens` = hash
+of the token ids since the step before), `end` (weight hashes after the last step, peak memory),
+`error`, `done`. All have `time`, in seconds since the epoch.
 """
 
 import hashlib

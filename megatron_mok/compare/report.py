@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,32 +17,32 @@ from .summary import Row, is_functional
 
 
 def table(config: CompareConfig, rows: list[Row]) -> Table:
-    """The table that `compare` prints."""
-    first = next((r.arm for r in rows if r.failure is None), "the first")
-    grid = Table(title=f"{config.name}: {_setting(config)}", title_justify="left")
-    grid.add_column("arm", style="bold")
+    """The table that `compare` prints; it fits 80 columns with three arms of usual names."""
+    first = next((row.arm for row in rows if row.failure is None), "the first")
+    title = Text(config.name, style="bold").append(f"  {_setting(config)}", style="not bold dim")
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    grid.add_column("arm", style="bold", no_wrap=True)
     for heading in (
-        "step ms\n(p10 to p90)",
+        "step ms\n(p10-p90)",
         "tokens/s",
-        "peak GiB",
-        "final loss",
-        f"max loss diff\nto {first}",
-        "relative",
-        f"speed\nvs {first}",
+        "peak\nGiB",
+        "final\nloss",
+        f"largest loss difference\nto {first} (relative)",
+        "speed",
     ):
-        grid.add_column(heading, justify="right")
+        grid.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if row.failure is not None:
-            grid.add_row(row.arm, Text("failed", style="bold red"), *[""] * 6)
+            grid.add_row(row.arm, Text("failed", style="bold red"))
             continue
+        difference = f"{row.max_loss_diff:.2e} ({row.max_rel_loss_diff:.2e})"
         grid.add_row(
             row.arm,
-            f"{row.step_ms:.1f}\n({row.p10:.1f} to {row.p90:.1f})",
+            f"{row.step_ms:.1f}\n({row.p10:.1f}-{row.p90:.1f})",
             f"{row.tokens_per_s:,.0f}",
             f"{row.peak_gib:.2f}",
             f"{row.final_loss:.6f}",
-            "-" if row.arm == first else f"{row.max_loss_diff:.2e}",
-            "-" if row.arm == first else f"{row.max_rel_loss_diff:.2e}",
+            "-" if row.arm == first else difference,
             "-" if row.speedup is None else f"{row.speedup:.2f}x",
         )
     return grid
@@ -87,10 +88,11 @@ def write_json(
 
 def _steps(result: ArmResult) -> dict:
     steps = result.history.steps
+    names = steps[0].losses if steps else ()
     return {
         "seconds": [s.seconds for s in steps],
         "grad_norm": [s.grad_norm for s in steps],
-        "losses": {name: [s.losses[name] for s in steps] for name in (steps[0].losses if steps else ())},
+        "losses": {name: [s.losses[name] for s in steps] for name in names},
     }
 
 

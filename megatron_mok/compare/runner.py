@@ -58,7 +58,7 @@ def run_comparison(config: CompareConfig, out: Path, display: Display) -> list[A
         out: folder for each arm's log, job and records (`<out>/<arm>/`); made if needed.
 
     Returns:
-        One result per arm, in the order of `config.arms`. An arm that fails does not stop the others.
+        One result per arm, in the order of `config.arms`. A failing arm does not stop the others.
 
     Raises:
         DataError: there is no usable data.
@@ -162,7 +162,7 @@ def _wait(config, job: Job, name: str, display: Display) -> tuple[int, Launch]:
 
 def _reason(history: History, launch: Launch, status: int) -> str:
     if history.error is not None:
-        # Some of Megatron's assertions have no message; the line that failed says what it was about.
+        # Some of Megatron's assertions have no message; the line that failed says what it was.
         message = history.error["message"] or _tail(history, launch)[-2].strip()
         return f"{history.error['type']}: {message}"
     if launch.gave_up is not None:

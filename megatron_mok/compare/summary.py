@@ -56,11 +56,12 @@ def summarize(config: CompareConfig, results: list[ArmResult]) -> list[Row]:
 
 def loss_differences(first: ArmResult, other: ArmResult) -> tuple[list[float], list[float]]:
     """Absolute and relative differences of the loss, per step."""
-    pairs = [(a.loss, b.loss) for a, b in zip(first.history.steps, other.history.steps, strict=True)]
-    return (
-        [abs(b - a) for a, b in pairs],
-        [abs(b - a) / abs(a) if a else math.inf for a, b in pairs],
-    )
+    reference = [step.loss for step in first.history.steps]
+    losses = [step.loss for step in other.history.steps]
+    absolute = [abs(b - a) for a, b in zip(reference, losses, strict=True)]
+    return absolute, [
+        d / abs(a) if a else math.inf for d, a in zip(absolute, reference, strict=True)
+    ]
 
 
 def timed_ms(config: CompareConfig, result: ArmResult) -> np.ndarray:

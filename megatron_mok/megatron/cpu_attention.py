@@ -1,6 +1,5 @@
 """Core attention for CPU ranks: PyTorch's scaled_dot_product_attention in Megatron's interface."""
 
-import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule

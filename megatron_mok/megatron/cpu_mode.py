@@ -201,12 +201,8 @@ def _patch_megatron() -> None:
 
     # The original queues state changes until CUDA starts, which never happens: forks would leave
     # different states behind on different ranks and replicas would start different.
-    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
-        torch.get_rng_state()
-    )
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
-        torch.set_rng_state(state)
-    )
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     random.CudaRNGStatesTracker = _rng_tracker_class(random)
 
     # MLA: query and value heads differ in size. Reaches decoder and MTP layers alike.

@@ -58,9 +58,8 @@ def assert_replicas_equal(model_chunks, when: str) -> dict[str, str]:
         torch.distributed.all_gather_object(all_hashes, mine, group=group)
         for rank, theirs in enumerate(all_hashes):
             if theirs != mine:
-                differing = sorted(
-                    name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
-                )
+                names = mine.keys() | theirs.keys()
+                differing = sorted(n for n in names if mine.get(n) != theirs.get(n))
                 ranks = torch.distributed.get_process_group_ranks(group)
                 raise RuntimeError(
                     f"{'expert ' if is_expert else ''}data-parallel replicas differ {when}: "
