@@ -1,0 +1,123 @@
+// What the kernels of one call share: the schedule's results, counters, and where everything lies.
+#ifndef MOK_SM90_CALL_H_
+#define MOK_SM90_CALL_H_
+
+#include <cuda.h>
+
+#include "../schedule/tables.h"
+
+namespace mok::sm90 {
+
+// Where a bounded wait ran out.
+enum WaitSite : int32_t {
+  kWaitNone = 0,
+  kWaitPeerCounts,
+  kWaitPeerRows,
+  kWaitStageFull,
+  kWaitStageEmpty,
+  kWaitTaskFull,
+  kWaitTaskEmpty,
+  kWaitStagingFull,
+  kWaitStagingFree,
+  kWaitMoverCopy,
+  kWaitRowRing,
+  kWaitActivationRing,
+  kWaitRows,
+  kWaitActivations,
+  kWaitCombine,
+  kPeerMismatch,
+};
+
+// The first failure of this rank, in memory that the host reads.
+struct Fault {
+  int32_t site;
+  int32_t detail;
+  int32_t raised;
+};
+
+struct Watchdog {
+  uint32_t* abort;  // own PeerFlags.abort
+  uint32_t* peer_abort[MOK_MAX_RANKS];
+  Fault* fault;
+  int32_t rank;
+  int32_t num_ranks;
+  uint64_t first_wait_ns;
+  uint64_t inner_wait_ns;
+};
+
+// A rank's report: groups 0 .. groups-1 of this epoch are complete, and so are all earlier epochs.
+MOK_HD uint64_t progress_word(uint32_t epoch, uint32_t groups) {
+  return uint64_t{epoch} << 32 | groups;
+}
+
+// Tokens are reduced in the order in which they complete, in buckets of the number of groups that
+// their last route lies before its rank's last group. The first bucket takes all that lie further.
+constexpr int32_t kReduceBuckets = 8;
+
+// Results of the schedule and the counters of a call, in this rank's private memory.
+struct CallState {
+  uint32_t epoch;  // number of this call; kept in device memory so that CUDA graphs can be replayed
+  int32_t num_blocks;
+  int32_t num_groups;
+  // Zeroed at the start of every call.
+  struct Counters {
+    uint32_t task_ticket;
+    uint32_t dispatch_ticket;
+    uint32_t reduce_ticket;
+    uint32_t chunks_routed;
+    uint32_t bucket_tokens[kReduceBuckets];
+  } counters;
+};
+
+// A row block as its tasks need it.
+struct BlockInfo {
+  int32_t expert;  // local
+  int32_t rows;    // that are not padding
+};
+
+// Private memory of a rank, sized for the worst case; see make_local_layout.
+struct LocalTables {
+  CallState* state;
+  BlockInfo* blocks;             // [max_blocks]
+  uint32_t* rows_ready;          // [max_blocks] pieces of a block that have been pulled
+  uint32_t* activations_ready;   // [max_blocks] FC1 tiles of a block that have been stored
+  uint32_t* group_done;          // [max_groups + 1] FC2 tiles stored, +1 when all groups before are
+  int32_t* chunk_offsets;        // [E, max_chunks] routes of an expert in earlier chunks of tokens
+  int32_t* first_row;            // [E] where this rank's rows of an expert begin at its owner
+  int32_t* rank_groups;          // [ep_size] number of groups of each rank
+  uint16_t* route_group;         // [max_tokens, K] group of each route at its owner
+  int32_t* bucket;               // [kReduceBuckets, max_tokens] tokens to reduce
+};
+
+// Pointers into the peer segments.
+struct PeerTables {
+  PeerFlags* flags[MOK_MAX_RANKS];
+  CallHeader* headers[MOK_MAX_RANKS];  // [2][ep_size]
+  int32_t* counts[MOK_MAX_RANKS];     // [2][ep_size][E]
+  MokRow* rows[MOK_MAX_RANKS];        // [max_blocks * kBlockRows]
+  const uint8_t* hidden[MOK_MAX_RANKS];  // [max_tokens, H] BF16
+  uint8_t* slots[MOK_MAX_RANKS];      // [max_tokens, K, H] BF16
+  uint64_t* progress[MOK_MAX_RANKS];  // [ep_size] progress_word of each rank
+};
+
+// Sizes of a call that never change in the life of a workspace.
+struct Geometry {
+  int32_t num_ranks;
+  int32_t rank;
+  int32_t num_experts;
+  int32_t local_experts;
+  int32_t topk;
+  int32_t hidden;
+  int32_t ffn;
+  int32_t max_tokens;
+  int32_t max_blocks;
+  int32_t max_chunks;
+  int32_t fc1_tiles;     // tiles of kTileF columns
+  int32_t fc2_tiles;     // tiles of kTileN columns
+  int32_t group_blocks;  // row blocks of a group
+  int32_t ring_blocks;   // row blocks of both rings, a multiple of group_blocks
+};
+
+}  // namespace mok::sm90
+
+#endif  // MOK_SM90_CALL_H_

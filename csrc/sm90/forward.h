@@ -1,0 +1,34 @@
+// Parameters of the forward kernel and its launch.
+#ifndef MOK_SM90_FORWARD_H_
+#define MOK_SM90_FORWARD_H_
+
+#include <cuda_runtime.h>
+
+#include "call.h"
+
+namespace mok::sm90 {
+
+struct ForwardParams {
+  Geometry geometry;
+  LocalTables local;
+  PeerTables peers;
+  Watchdog dog;
+  const CUtensorMap* fc1_maps;  // [L] in device memory; box: 64 of K, 128 of F, gate and up
+  const CUtensorMap* fc2_maps;  // [L] box: 64 of K, 256 of H
+  uint8_t* row_ring;            // [ring_blocks * kBlockRows, H] BF16
+  uint8_t* activation_ring;     // [ring_blocks * kBlockRows, F] BF16
+  uint8_t* preact;              // [saved_blocks * kBlockRows, 2F] BF16
+  int32_t saved_blocks;
+  int32_t tokens;
+  const int32_t* expert_ids;  // [T, K]
+  const uint8_t* addend;      // [T, H] BF16 or NULL
+  uint8_t* output;            // [T, H] BF16
+};
+
+// Launches on `ctas` CTAs; row_map and activation_map: boxes of 64 x 128 over the rings.
+cudaError_t launch_forward(const ForwardParams& params, const CUtensorMap& row_map,
+                           const CUtensorMap& activation_map, int32_t ctas, cudaStream_t stream);
+
+}  // namespace mok::sm90
+
+#endif  // MOK_SM90_FORWARD_H_

@@ -1,0 +1,86 @@
+// The matrix multiply of a tile: a ring of operand stages between the load warp and two math
+// warpgroups, each of which accumulates 64 x 256 in registers.
+#ifndef MOK_SM90_GEMM_MAINLOOP_CUH_
+#define MOK_SM90_GEMM_MAINLOOP_CUH_
+
+#include "layout.cuh"
+#include "sync.cuh"
+
+namespace mok::sm90 {
+
+using StageCursor = RingCursor<kStages>;
+
+struct StageRing {
+  MOK_DEVICE static void init(uint32_t smem) {
+    for (int32_t i = 0; i < kStages; ++i) {
+      barrier_init(full(smem, i), 1);
+      barrier_init(empty(smem, i), kMathWarps);
+    }
+  }
+  MOK_DEVICE static uint32_t operand_a(uint32_t smem, uint32_t stage) {
+    return smem + SharedPlan::kOperands + stage * kStageBytes;
+  }
+  MOK_DEVICE static uint32_t operand_b(uint32_t smem, uint32_t stage) {
+    return operand_a(smem, stage) + kOperandABytes;
+  }
+  MOK_DEVICE static uint32_t full(uint32_t smem, uint32_t stage) {
+    return smem + SharedPlan::kStageFull + stage * 8;
+  }
+  MOK_DEVICE static uint32_t empty(uint32_t smem, uint32_t stage) {
+    return smem + SharedPlan::kStageEmpty + stage * 8;
+  }
+};
+
+// Descriptor of a K-major operand in 128-byte swizzle: rows of 128 bytes, 8-row atoms 1024 bytes
+// apart. The next 16 of K are 32 bytes, or 2 units of the descriptor, further.
+MOK_DEVICE uint64_t k_major_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32;
+  constexpr uint64_t kLeading = uint64_t{1} << 16;  // unused in this mode
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | kLeading | kStride | kSwizzle128;
+}
+
+// Multiplies `k_steps` stages into `acc`, replacing what it held. One multiply stays in flight while
+// the stage before is given back. A warpgroup without real rows only takes part in the barriers:
+// the tensor cores are then left to the other, and the tile takes half the time.
+// Failed waits are not acted on here: math warps leave at the next task.
+MOK_DEVICE void multiply_tile(float (&acc)[128], int32_t k_steps, bool has_rows, uint32_t smem,
+                              int32_t warpgroup, StageCursor& cursor, const Watchdog& dog) {
+  const bool leader = threadIdx.x % 32 == 0;
+  if (!has_rows) {
+    for (int32_t k = 0; k < k_steps; ++k) {
+      wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog, kWaitStageFull);
+      if (leader) barrier_arrive(StageRing::empty(smem, cursor.slot));
+      cursor.advance();
+    }
+    return;
+  }
+  uint32_t previous = 0;
+#pragma unroll 1
+  for (int32_t k = 0; k < k_steps; ++k) {
+    wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog, kWaitStageFull);
+    // Without this the compiler moves every descriptor into uniform registers between multiplies.
+    const uint32_t slot = warp_uniform(cursor.slot);
+    const uint64_t a = k_major_descriptor(StageRing::operand_a(smem, slot) +
+                                          warpgroup * (kOperandABytes / kMathWarpgroups));
+    const uint64_t b = k_major_descriptor(StageRing::operand_b(smem, slot));
+    wgmma_fence();
+#pragma unroll
+    for (int32_t i = 0; i < kTileK / 16; ++i) {
+      wgmma_m64n256k16<false, false>(acc, a + 2 * i, b + 2 * i, i == 0 ? k : 1);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (k > 0 && leader) barrier_arrive(StageRing::empty(smem, previous));
+    previous = cursor.slot;
+    cursor.advance();
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int32_t i = 0; i < 128; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+  if (leader) barrier_arrive(StageRing::empty(smem, previous));
+}
+
+}  // namespace mok::sm90
+
+#endif  // MOK_SM90_GEMM_MAINLOOP_CUH_

@@ -1,0 +1,103 @@
+// Pull dispatch: mover warps copy rows from their owners into the row ring, ahead of FC1.
+#ifndef MOK_SM90_MOVER_CUH_
+#define MOK_SM90_MOVER_CUH_
+
+#include "forward.h"
+#include "layout.cuh"
+#include "sync.cuh"
+
+namespace mok::sm90 {
+
+// Rows that a mover pulls under one ticket. Small, so that the first blocks are soon complete and
+// their rows come from all CTAs at once.
+constexpr int32_t kPieceRows = 8;
+constexpr int32_t kPieces = static_cast<int32_t>(kBlockRows) / kPieceRows;
+
+// Shared memory of one mover warp: lane i < kMoverChunks owns chunk i and its barrier.
+struct MoverChunks {
+  uint32_t chunk;
+  uint32_t barrier;
+  uint32_t parity = 0;
+
+  MOK_DEVICE MoverChunks(uint32_t smem, int32_t mover, int32_t lane) {
+    const int32_t index = mover * kMoverChunks + lane % kMoverChunks;
+    chunk = smem + SharedPlan::kMoverChunk + index * kMoverChunkBytes;
+    barrier = smem + SharedPlan::kMoverFull + index * 8;
+  }
+  MOK_DEVICE static void init(uint32_t smem) {
+    for (int32_t i = 0; i < kMovers * kMoverChunks; ++i) {
+      barrier_init(smem + SharedPlan::kMoverFull + i * 8, 1);
+    }
+  }
+};
+
+// Copies `rows` rows: lane r holds the source of row r, destinations are consecutive. Chunks in
+// flight belong to different lanes, which wait for nothing but their own copies.
+MOK_DEVICE bool copy_rows(const uint8_t* source, uint8_t* destination, int32_t rows,
+                          int32_t row_bytes, MoverChunks& mine, const Watchdog& dog) {
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t chunks = (row_bytes + kMoverChunkBytes - 1) / kMoverChunkBytes;
+  for (int32_t first = 0; first < rows * chunks; first += kMoverChunks) {
+    const int32_t item = first + lane;
+    const bool active = lane < kMoverChunks && item < rows * chunks;
+    const int32_t row = active ? item / chunks : 0;
+    const int32_t offset = (item - row * chunks) * kMoverChunkBytes;
+    const int32_t bytes = min(kMoverChunkBytes, row_bytes - offset);
+    const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(source), row);
+    bool ok = true;
+    if (active) {
+      wait_bulk_read();
+      barrier_expect(mine.barrier, bytes);
+      load_bulk(mine.chunk, reinterpret_cast<const uint8_t*>(from) + offset, bytes, mine.barrier);
+      ok = wait_barrier(mine.barrier, mine.parity, dog, kWaitMoverCopy);
+      mine.parity ^= 1;
+      if (ok) {
+        store_bulk(destination + int64_t{row} * row_bytes + offset, mine.chunk, bytes);
+        commit_bulk_group();
+      }
+    }
+    if (!__all_sync(~0u, ok)) return false;
+  }
+  return true;
+}
+
+// Pulls pieces in ticket order until none is left. False after a failed wait.
+MOK_DEVICE bool dispatch_rows(const ForwardParams& p, uint32_t smem, int32_t mover) {
+  const Geometry& g = p.geometry;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t row_bytes = g.hidden * 2;
+  const int32_t num_pieces = p.local.state->num_blocks * kPieces;
+  MoverChunks mine(smem, mover, lane);
+  while (true) {
+    int32_t ticket = 0;
+    if (lane == 0) ticket = atomicAdd(&p.local.state->counters.dispatch_ticket, 1u);
+    ticket = warp_uniform(ticket);
+    if (ticket >= num_pieces) return true;
+    const int32_t block = ticket / kPieces;
+    const int32_t first_row = ticket % kPieces * kPieceRows;
+    const int32_t rows = min(p.local.blocks[block].rows - first_row, kPieceRows);
+
+    if (block >= g.ring_blocks) {  // FC1 has read what was here before
+      if (!wait_counter(p.local.activations_ready + block - g.ring_blocks, g.fc1_tiles, p.dog,
+                        kWaitRowRing, block)) {
+        return false;
+      }
+      acquire_for_copies();
+    }
+    const uint8_t* source = nullptr;
+    if (lane < rows) {
+      const MokRow row = p.peers.rows[g.rank][int64_t{block} * kBlockRows + first_row + lane];
+      source = p.peers.hidden[row.rank] + int64_t{row.token} * row_bytes;
+    }
+    uint8_t* destination =
+        p.row_ring + (int64_t{block % g.ring_blocks} * kBlockRows + first_row) * row_bytes;
+    if (rows > 0 && !copy_rows(source, destination, rows, row_bytes, mine, p.dog)) return false;
+    finish_bulk_stores();
+    __syncwarp();
+    if (lane == 0) release_add(p.local.rows_ready + block, 1);
+  }
+}
+
+}  // namespace mok::sm90
+
+#endif  // MOK_SM90_MOVER_CUH_

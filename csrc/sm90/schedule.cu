@@ -1,0 +1,260 @@
+#include "schedule.h"
+
+#include "sync.cuh"
+
+namespace mok::sm90 {
+namespace {
+
+constexpr int32_t kWarps = kChunkRoutes / 32;
+
+// The routes of a chunk: one a thread, in (token, k) order.
+struct ChunkRoute {
+  int32_t token;
+  int32_t k;
+  int32_t expert;  // -1: no route, or beyond the last token
+
+  MOK_DEVICE explicit ChunkRoute(const ScheduleParams& p) : expert(-1) {
+    const int32_t topk = p.geometry.topk;
+    const int32_t in_chunk = threadIdx.x / topk;
+    token = blockIdx.x * chunk_tokens(topk) + in_chunk;
+    k = threadIdx.x - in_chunk * topk;
+    if (in_chunk < chunk_tokens(topk) && token < p.tokens) {
+      expert = p.expert_ids[int64_t{token} * topk + k];
+    }
+  }
+};
+
+// ---- 1. Count ----------------------------------------------------------------------------------
+
+// Zeroes the counters of this call and counts each chunk's routes to each expert.
+__global__ void __launch_bounds__(kChunkRoutes)
+    count_kernel(const __grid_constant__ ScheduleParams p) {
+  __shared__ int32_t count[MOK_MAX_EXPERTS];
+  const Geometry& g = p.geometry;
+  for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) count[e] = 0;
+  const int32_t first = blockIdx.x * blockDim.x + threadIdx.x;
+  for (int32_t i = first; i < g.max_blocks; i += gridDim.x * blockDim.x) {
+    p.local.rows_ready[i] = 0;
+    p.local.activations_ready[i] = 0;
+    p.local.group_done[i] = 0;
+  }
+  if (first == 0) p.local.state->counters = CallState::Counters{};
+  __syncthreads();
+  const ChunkRoute route(p);
+  if (route.expert >= 0) atomicAdd(&count[route.expert], 1);
+  __syncthreads();
+  for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
+    p.local.chunk_offsets[int64_t{e} * g.max_chunks + blockIdx.x] = count[e];
+  }
+}
+
+// ---- 2. Exchange -------------------------------------------------------------------------------
+
+MOK_DEVICE int32_t warp_inclusive_sum(int32_t value) {
+  const int32_t lane = threadIdx.x % 32;
+#pragma unroll
+  for (int32_t d = 1; d < 32; d *= 2) {
+    const int32_t other = __shfl_up_sync(~0u, value, d);
+    if (lane >= d) value += other;
+  }
+  return value;
+}
+
+// Turns the counts of an expert's chunks into offsets; returns their sum. By a warp.
+MOK_DEVICE int32_t scan_chunks(int32_t* counts, int32_t chunks) {
+  const int32_t lane = threadIdx.x % 32;
+  int32_t total = 0;
+  for (int32_t first = 0; first < chunks; first += 32) {
+    const int32_t chunk = first + lane;
+    const int32_t count = chunk < chunks ? counts[chunk] : 0;
+    const int32_t sum = warp_inclusive_sum(count);
+    if (chunk < chunks) counts[chunk] = total + sum - count;
+    total += __shfl_sync(~0u, sum, 31);
+  }
+  return total;
+}
+
+// Inclusive sum over the threads of the CTA; `scratch` holds one word a warp.
+MOK_DEVICE int32_t block_inclusive_sum(int32_t value, int32_t* scratch) {
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t warp = threadIdx.x / 32;
+  const int32_t sum = warp_inclusive_sum(value);
+  if (lane == 31) scratch[warp] = sum;
+  __syncthreads();
+  if (warp == 0) scratch[lane] = warp_inclusive_sum(scratch[lane]);
+  __syncthreads();
+  return sum + (warp > 0 ? scratch[warp - 1] : 0);
+}
+
+// Tells every rank this rank's counts and waits for theirs. False after a failure.
+MOK_DEVICE bool exchange_counts(const ScheduleParams& p, uint32_t epoch, const int32_t* totals) {
+  const Geometry& g = p.geometry;
+  const int32_t bank = epoch % 2;
+  const int64_t mine = (int64_t{bank} * g.num_ranks + g.rank) * g.num_experts;
+  for (int32_t r = 0; r < g.num_ranks; ++r) {
+    for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
+      p.peers.counts[r][mine + e] = totals[e];
+    }
+  }
+  if (threadIdx.x < g.num_ranks) {
+    p.peers.headers[threadIdx.x][bank * g.num_ranks + g.rank] = CallHeader{p.op, p.tokens};
+  }
+  __threadfence_system();
+  __syncthreads();
+  bool ok = true;
+  if (threadIdx.x < g.num_ranks) {
+    const int32_t peer = threadIdx.x;
+    release_store(&p.peers.flags[peer]->counts[g.rank], epoch);
+    ok = wait_epoch(&p.peers.flags[g.rank]->counts[peer], epoch, p.dog, kWaitPeerCounts, peer,
+                    p.dog.first_wait_ns);
+    acquire_fence();
+    const CallHeader header = p.peers.headers[g.rank][bank * g.num_ranks + peer];
+    if (ok && header.op != p.op) {
+      raise_abort(p.dog, kPeerMismatch, peer);
+      ok = false;
+    }
+  }
+  return __syncthreads_and(ok);
+}
+
+// One CTA: sums the chunks, exchanges counts, and derives all offsets. Thread e does expert e.
+__global__ void __launch_bounds__(1024, 1)
+    exchange_kernel(const __grid_constant__ ScheduleParams p) {
+  static_assert(MOK_MAX_EXPERTS <= 1024, "one expert a thread");
+  __shared__ int32_t totals[MOK_MAX_EXPERTS];
+  __shared__ int32_t first_block[MOK_MAX_EXPERTS + 1];  // over the experts of all ranks
+  __shared__ int32_t expert_rows[MOK_MAX_EXPERTS];
+  __shared__ int32_t scratch[32];
+  const Geometry& g = p.geometry;
+  CallState& state = *p.local.state;
+  const int32_t chunks = ceil_div(p.tokens, chunk_tokens(g.topk));
+  for (int32_t e = threadIdx.x / 32; e < g.num_experts; e += 32) {
+    const int32_t total = scan_chunks(p.local.chunk_offsets + int64_t{e} * g.max_chunks, chunks);
+    if (threadIdx.x % 32 == 0) totals[e] = total;
+  }
+  const uint32_t epoch = state.epoch + 1;
+  __syncthreads();
+  if (threadIdx.x == 0) state.epoch = epoch;
+  if (!exchange_counts(p, epoch, totals)) return;
+
+  const int32_t expert = threadIdx.x;
+  int32_t rows = 0;
+  int32_t before_me = 0;
+  if (expert < g.num_experts) {
+    const int32_t* counts =
+        p.peers.counts[g.rank] + int64_t{epoch % 2} * g.num_ranks * g.num_experts + expert;
+    for (int32_t r = 0; r < g.num_ranks; ++r) {
+      if (r == g.rank) before_me = rows;
+      rows += counts[int64_t{r} * g.num_experts];
+    }
+    expert_rows[expert] = rows;
+  }
+  const int32_t blocks = static_cast<int32_t>(ceil_div(rows, kBlockRows));
+  const int32_t end = block_inclusive_sum(blocks, scratch);
+  if (expert < g.num_experts) first_block[expert + 1] = end;
+  if (expert == 0) first_block[0] = 0;
+  __syncthreads();
+
+  if (expert < g.num_experts) {
+    const int32_t owner = expert / g.local_experts;
+    const int32_t block = first_block[expert] - first_block[owner * g.local_experts];
+    p.local.first_row[expert] = block * static_cast<int32_t>(kBlockRows) + before_me;
+  }
+  if (threadIdx.x < g.num_ranks) {
+    const int32_t first = threadIdx.x * g.local_experts;
+    const int32_t rank_blocks = first_block[first + g.local_experts] - first_block[first];
+    const int32_t groups = static_cast<int32_t>(ceil_div(rank_blocks, g.group_blocks));
+    p.local.rank_groups[threadIdx.x] = groups;
+    if (threadIdx.x == g.rank) {
+      state.num_blocks = rank_blocks;
+      state.num_groups = groups;
+    }
+  }
+  const int32_t my_first = first_block[g.rank * g.local_experts];
+  for (int32_t i = threadIdx.x / 32; i < g.local_experts; i += 32) {
+    const int32_t global = g.rank * g.local_experts + i;
+    const int32_t expert_blocks = first_block[global + 1] - first_block[global];
+    for (int32_t b = threadIdx.x % 32; b < expert_blocks; b += 32) {
+      p.local.blocks[first_block[global] - my_first + b] =
+          BlockInfo{i, rows_in_block(expert_rows[global], b)};
+    }
+  }
+}
+
+// ---- 3. Route ----------------------------------------------------------------------------------
+
+// Position of the thread's route among those of the chunk to the same expert, in (token, k) order.
+MOK_DEVICE int32_t rank_in_chunk(int32_t expert, int32_t* running) {
+  const int32_t lane = threadIdx.x % 32;
+  const uint32_t same = __match_any_sync(~0u, expert);
+  const int32_t leader = __ffs(same) - 1;
+  int32_t base = 0;
+  for (int32_t w = 0; w < kWarps; ++w) {  // warps one after another
+    if (static_cast<int32_t>(threadIdx.x) / 32 == w && expert >= 0 && lane == leader) {
+      base = running[expert];
+      running[expert] = base + __popc(same);
+    }
+    __syncthreads();
+  }
+  base = __shfl_sync(~0u, base, leader);
+  return base + __popc(same & ((1u << lane) - 1));
+}
+
+// Writes each route's row into the table of its expert's owner, and sorts tokens into buckets of when
+// they can be reduced.
+__global__ void __launch_bounds__(kChunkRoutes)
+    route_kernel(const __grid_constant__ ScheduleParams p) {
+  __shared__ int32_t running[MOK_MAX_EXPERTS];
+  __shared__ int32_t from_end[kChunkRoutes];  // of a token: groups between its last and the end
+  const Geometry& g = p.geometry;
+  CallState& state = *p.local.state;
+  if (load_relaxed(p.dog.abort) != 0) return;
+  for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) running[e] = 0;
+  from_end[threadIdx.x] = kReduceBuckets - 1;
+  __syncthreads();
+  const ChunkRoute route(p);
+  const int32_t position = rank_in_chunk(route.expert, running);
+  if (route.expert >= 0) {
+    const int32_t owner = route.expert / g.local_experts;
+    const int64_t id = int64_t{route.token} * g.topk + route.k;
+    const int32_t row = p.local.first_row[route.expert] + position +
+                        p.local.chunk_offsets[int64_t{route.expert} * g.max_chunks + blockIdx.x];
+    p.peers.rows[owner][row] = MokRow{route.token, static_cast<int16_t>(g.rank),
+                                      static_cast<int16_t>(route.k), p.probs[id], route.expert};
+    const int32_t group = row / static_cast<int32_t>(kBlockRows) / g.group_blocks;
+    p.local.route_group[id] = static_cast<uint16_t>(group);
+    atomicMin(&from_end[threadIdx.x / g.topk], p.local.rank_groups[owner] - 1 - group);
+  }
+  if (g.num_ranks > 1) __threadfence_system();
+  __syncthreads();
+  const int32_t token = blockIdx.x * chunk_tokens(g.topk) + threadIdx.x;
+  if (threadIdx.x < chunk_tokens(g.topk) && token < p.tokens) {
+    const int32_t bucket = kReduceBuckets - 1 - from_end[threadIdx.x];
+    const int32_t at = atomicAdd(&state.counters.bucket_tokens[bucket], 1u);
+    p.local.bucket[int64_t{bucket} * g.max_tokens + at] = token;
+  }
+  if (g.num_ranks == 1) return;
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    last = acquire_release_add(&state.counters.chunks_routed, 1) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (last && threadIdx.x < g.num_ranks) {
+    acquire_fence();
+    release_store(&p.peers.flags[threadIdx.x]->rows[g.rank], state.epoch);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_schedule(const ScheduleParams& params, cudaStream_t stream) {
+  const int32_t chunks =
+      static_cast<int32_t>(ceil_div(params.tokens, chunk_tokens(params.geometry.topk)));
+  const int32_t ctas = chunks > 0 ? chunks : 1;
+  count_kernel<<<ctas, kChunkRoutes, 0, stream>>>(params);
+  exchange_kernel<<<1, 1024, 0, stream>>>(params);
+  route_kernel<<<ctas, kChunkRoutes, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace mok::sm90

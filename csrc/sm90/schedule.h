@@ -1,0 +1,32 @@
+// The schedule on the device: from a rank's expert ids to everything the forward and backward kernels
+// need, without a sort and without the host. Three small launches.
+#ifndef MOK_SM90_SCHEDULE_H_
+#define MOK_SM90_SCHEDULE_H_
+
+#include <cuda_runtime.h>
+
+#include "call.h"
+
+namespace mok::sm90 {
+
+// Routes that one CTA ranks, in whole tokens.
+constexpr int32_t kChunkRoutes = 1024;
+
+MOK_HD int32_t chunk_tokens(int32_t topk) { return kChunkRoutes / topk; }
+
+struct ScheduleParams {
+  Geometry geometry;
+  LocalTables local;
+  PeerTables peers;
+  Watchdog dog;
+  int32_t op;  // of CallHeader: every rank must be in the same call
+  int32_t tokens;
+  const int32_t* expert_ids;  // [T, K]
+  const float* probs;         // [T, K]
+};
+
+cudaError_t launch_schedule(const ScheduleParams& params, cudaStream_t stream);
+
+}  // namespace mok::sm90
+
+#endif  // MOK_SM90_SCHEDULE_H_

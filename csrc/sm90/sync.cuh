@@ -1,0 +1,161 @@
+// How CTAs and ranks hand data to each other: flags in global memory, and waits that cannot hang.
+//
+// Producer through the asynchronous proxy (bulk or tensor stores): the issuing thread waits until its
+// stores are performed, fences the proxies, then releases a counter or flag.
+// Consumer: poll relaxed (an acquiring poll would invalidate the L1 cache every time), then one
+// acquiring fence, then, before tensor or bulk loads, a fence between the proxies. PTX orders
+// accesses of one proxy without it only within a CTA.
+// Words that peers write carry the epoch and are never reset; counters local to a rank are zeroed by
+// the schedule of every call.
+#ifndef MOK_SM90_SYNC_CUH_
+#define MOK_SM90_SYNC_CUH_
+
+#include "call.h"
+#include "ptx.cuh"
+
+namespace mok::sm90 {
+
+// ---- Words in global memory --------------------------------------------------------------------
+
+MOK_DEVICE uint32_t load_relaxed(const uint32_t* word) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+  return v;
+}
+
+MOK_DEVICE uint64_t load_relaxed(const uint64_t* word) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+  return v;
+}
+
+// Publishes everything the thread has done or seen done, to other CTAs of this GPU.
+MOK_DEVICE void release_add(uint32_t* counter, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+
+// The same, and sees what earlier arrivals published; returns the value before.
+MOK_DEVICE uint32_t acquire_release_add(uint32_t* counter, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(value)
+               : "memory");
+  return before;
+}
+
+// Publishes to all ranks.
+MOK_DEVICE void release_store(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+MOK_DEVICE void release_store(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+MOK_DEVICE void acquire_fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+MOK_DEVICE void acquire_fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Makes data that bulk or tensor stores of other CTAs published visible to this thread's own bulk or
+// tensor copies. Call after the poll that saw the flag.
+MOK_DEVICE void acquire_for_copies() {
+  acquire_fence_gpu();
+  fence_proxy_global();
+}
+
+// Order of the thread's finished bulk stores before a release that follows.
+MOK_DEVICE void finish_bulk_stores() {
+  wait_bulk_done();
+  fence_proxy_global();
+}
+
+// ---- Bounded waits -----------------------------------------------------------------------------
+
+// Records the first failure of this rank and tells every rank to give up. Kept out of line in effect:
+// it runs once in the life of a workspace.
+MOK_DEVICE void raise_abort(const Watchdog& dog, WaitSite site, int32_t detail) {
+  if (atomicCAS_system(dog.abort, 0u, 1u + dog.rank) != 0) return;
+  dog.fault->site = site;
+  dog.fault->detail = detail;
+  __threadfence_system();
+  dog.fault->raised = 1;
+  for (int32_t r = 0; r < dog.num_ranks; ++r) {
+    atomicCAS_system(dog.peer_abort[r], 0u, 1u + dog.rank);
+  }
+}
+
+// Polls `ready` until it holds. False when the time is up or some rank has given up: the caller then
+// leaves its role at once, and so does every other role at its next wait.
+template <typename Ready>
+MOK_DEVICE bool wait_until(Ready ready, const Watchdog& dog, WaitSite site, int32_t detail,
+                           uint64_t limit_ns) {
+  if (ready()) return true;
+  uint64_t start = 0;
+  for (uint32_t polls = 1;; ++polls) {
+    if (ready()) return true;
+    if (polls % 16 != 0) continue;
+    if (load_relaxed(dog.abort) != 0) return false;
+    const uint64_t now = global_nanoseconds();
+    if (start == 0) start = now;
+    if (now - start > limit_ns) {
+      raise_abort(dog, site, detail);
+      return false;
+    }
+  }
+}
+
+// Waits for a phase of a shared-memory barrier.
+MOK_DEVICE bool wait_barrier(uint32_t barrier, uint32_t parity, const Watchdog& dog,
+                             WaitSite site) {
+  return wait_until([=] { return barrier_try_wait(barrier, parity); }, dog, site, 0,
+                    dog.inner_wait_ns);
+}
+
+// Waits until a local counter has reached `target`.
+MOK_DEVICE bool wait_counter(const uint32_t* counter, uint32_t target, const Watchdog& dog,
+                             WaitSite site, int32_t detail) {
+  return wait_until([=] { return load_relaxed(counter) >= target; }, dog, site, detail,
+                    dog.inner_wait_ns);
+}
+
+// Waits for an epoch-stamped flag of a peer.
+MOK_DEVICE bool wait_epoch(const uint32_t* flag, uint32_t epoch, const Watchdog& dog, WaitSite site,
+                           int32_t detail, uint64_t limit_ns) {
+  return wait_until([=] { return static_cast<int32_t>(load_relaxed(flag) - epoch) >= 0; }, dog,
+                    site, detail, limit_ns);
+}
+
+// Waits until a rank has finished `groups` groups of this call.
+MOK_DEVICE bool wait_progress(const uint64_t* word, uint32_t epoch, uint32_t groups,
+                              const Watchdog& dog, WaitSite site, int32_t detail) {
+  const uint64_t target = progress_word(epoch, groups);
+  return wait_until([=] { return load_relaxed(word) >= target; }, dog, site, detail,
+                    dog.inner_wait_ns);
+}
+
+// A CTA that gave up must not leave while copies into its shared memory are in flight.
+MOK_DEVICE void drain_after_abort() {
+  const uint64_t start = global_nanoseconds();
+  while (global_nanoseconds() - start < 100'000) __nanosleep(1000);
+}
+
+// ---- Rings in shared memory --------------------------------------------------------------------
+
+// Position in a ring of `kSlots` with the parity of the current lap.
+template <int32_t kSlots>
+struct RingCursor {
+  uint32_t slot = 0;
+  uint32_t parity;
+
+  MOK_DEVICE explicit RingCursor(uint32_t first_parity) : parity(first_parity) {}
+  MOK_DEVICE void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace mok::sm90
+
+#endif  // MOK_SM90_SYNC_CUH_
