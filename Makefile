@@ -49,7 +49,7 @@ ifeq ($(PYTHON),)
 endif
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip 'setuptools>=77' wheel
-	MOK_CUDA=0 $(BIN)/python -m pip install --quiet --no-build-isolation \
+	$(BIN)/python -m pip install --quiet --no-build-isolation \
 		--constraint constraints.txt --editable '.[test]'
 	touch $@
 

@@ -1,6 +1,13 @@
 """Engines and workspaces: loading the compiled libraries and sharing memory between EP ranks."""
 
 from megatron_mok.runtime import abi
+from megatron_mok.runtime.errors import (
+    MoKError,
+    MoKInvalidArgumentError,
+    MoKTimeoutError,
+    MoKUnsupportedError,
+    MoKWorkspacePoisonedError,
+)
 from megatron_mok.runtime.workspace import (
     LayerShape,
     RuntimeOptions,
@@ -12,6 +19,11 @@ from megatron_mok.runtime.workspace import (
 
 __all__ = [
     "LayerShape",
+    "MoKError",
+    "MoKInvalidArgumentError",
+    "MoKTimeoutError",
+    "MoKUnsupportedError",
+    "MoKWorkspacePoisonedError",
     "RuntimeOptions",
     "Workspace",
     "abi",
