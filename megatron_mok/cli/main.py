@@ -1,6 +1,7 @@
 """Entry point of `megatron-mok`: finds the subcommand and turns errors into exit statuses."""
 
 import argparse
+import signal
 import sys
 
 from . import compare
@@ -20,7 +21,7 @@ exit status:
   0  all went well
   1  it ran, but something failed or does not hold
   2  wrong arguments or configuration
-  130  interrupted
+  130  interrupted (128 + the signal's number)
 """
 
 
@@ -41,8 +42,15 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's). Returns the exit status."""
     args = build_parser().parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit_on_signal)
     try:
         return args.run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _exit_on_signal(number, frame):
+    # As an exception, so that commands end their child processes on the way out.
+    sys.exit(128 + number)

@@ -6,6 +6,7 @@ and is the end-of-document id of Megatron's NullTokenizer at that vocabulary siz
 
 import hashlib
 import os
+import struct
 import sysconfig
 import warnings
 from dataclasses import dataclass
@@ -72,6 +73,40 @@ def prepare(source: str, max_bytes: int) -> Dataset:
         f"data.source: {source!r} is neither 'stdlib', nor a folder, nor the prefix of a Megatron "
         f"dataset ({' and '.join(path.name + s for s in missing)} not found in {path.parent})"
     )
+
+
+def check_split(dataset: Dataset, split: str, evaluates: bool) -> None:
+    """Check that the parts of `split` that a run uses have documents; Megatron hangs otherwise.
+
+    Args:
+        split: weights of training, validation and test such as "98,1,1".
+        evaluates: whether the run uses validation and test.
+
+    Raises:
+        DataError: a part in use would be empty.
+    """
+    documents = _document_count(Path(f"{dataset.prefix}.idx"))
+    weights = [float(weight) for weight in split.split(",")]
+    names = ("training", "validation", "test")
+    cut = 0
+    for i, name in enumerate(names):
+        end = round(documents * sum(weights[: i + 1]) / sum(weights))
+        if end == cut and (name == "training" or evaluates):
+            raise DataError(
+                f"data.split: {split!r} leaves nothing for {name}, since {dataset.prefix.name} has "
+                f"{documents} documents; give it a larger share or take more text"
+            )
+        cut = end
+
+
+def _document_count(index: Path) -> int:
+    """Number of documents, from the header of a Megatron .idx file."""
+    header = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
+    with index.open("rb") as file:
+        data = file.read(header.size)
+    if len(data) < header.size or not data.startswith(b"MMIDIDX"):
+        raise DataError(f"data.source: {index} is not the index of a Megatron dataset")
+    return header.unpack(data)[4] - 1
 
 
 def _text_files(folder: Path) -> list[Path]:

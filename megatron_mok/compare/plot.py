@@ -73,13 +73,22 @@ def _draw_differences(axis, results, colors) -> None:
     axis.set_title(f"Difference to {first.arm}", loc="left")
     axis.set_xlabel("step")
     axis.set_ylabel("|Δ loss|")
-    positive = False
+    largest = 0.0
     for result in others:
         absolute, _ = loss_differences(first, result)
-        axis.plot(range(1, len(absolute) + 1), absolute, color=colors[result.arm], linewidth=1.5)
-        positive = positive or max(absolute) > 0
-    if positive:
-        axis.set_yscale("log")
+        axis.plot(
+            range(1, len(absolute) + 1),
+            absolute,
+            color=colors[result.arm],
+            linewidth=0.8,
+            marker="o",
+            markersize=3.5,
+        )
+        largest = max(largest, *absolute)
+    if largest > 0:
+        axis.set_ylim(0, largest * 1.15)
+        axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        axis.yaxis.get_offset_text().set_size(8.5)
         axis.grid(axis="y")
     else:
         axis.set_yticks([0])

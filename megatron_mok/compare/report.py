@@ -17,7 +17,7 @@ from .summary import Row, is_functional
 
 
 def table(config: CompareConfig, rows: list[Row]) -> Table:
-    """The table that `compare` prints; it fits 80 columns with three arms of usual names."""
+    """The table that `compare` prints; it fits 80 columns."""
     first = next((row.arm for row in rows if row.failure is None), "the first")
     title = Text(config.name, style="bold").append(f"  {_setting(config)}", style="not bold dim")
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
@@ -27,7 +27,7 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
         "tokens/s",
         "peak\nGiB",
         "final\nloss",
-        f"largest loss difference\nto {first} (relative)",
+        "max loss diff\n(relative)",
         "speed",
     ):
         grid.add_column(heading, justify="right", no_wrap=True)
@@ -35,7 +35,7 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
         if row.failure is not None:
             grid.add_row(row.arm, Text("failed", style="bold red"))
             continue
-        difference = f"{row.max_loss_diff:.2e} ({row.max_rel_loss_diff:.2e})"
+        difference = f"{row.max_loss_diff:.1e}\n({row.max_rel_loss_diff:.1e})"
         grid.add_row(
             row.arm,
             f"{row.step_ms:.1f}\n({row.p10:.1f}-{row.p90:.1f})",
@@ -45,6 +45,8 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
             "-" if row.arm == first else difference,
             "-" if row.speedup is None else f"{row.speedup:.2f}x",
         )
+    grid.caption = f"loss differences over all steps, and speed, against {first}"
+    grid.caption_justify = "left"
     return grid
 
 

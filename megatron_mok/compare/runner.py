@@ -1,5 +1,6 @@
 """Run the arms of a comparison one after the other from the same step-0 weights."""
 
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Protocol
 from .args import megatron_args, step0_load_args, step0_save_args
 from .arms import ARMS, Arm
 from .config import CompareConfig
-from .data import Dataset, prepare
+from .data import Dataset, check_split, prepare
 from .history import History, read_history
 from .launch import Launch
 from .worker import Job
@@ -68,6 +69,7 @@ def run_comparison(config: CompareConfig, out: Path, display: Display) -> list[A
     out.mkdir(parents=True, exist_ok=True)
     display.stage("data", None)
     dataset = prepare(config.data.source, config.data.max_bytes)
+    check_split(dataset, config.data.split, evaluates=config.train.eval_interval is not None)
     display.finished("data", "")
     common = megatron_args(config, dataset)
     step0 = out / "step0" / "checkpoint"
@@ -91,6 +93,7 @@ def _make_step0(config, common, dataset: Dataset, step0: Path, display: Display)
         plugin=False,
         megatron_args=(*common, *ARMS["alltoall"].flags, *step0_save_args(step0)),
         record_dir=str(step0.parent),
+        runner_pid=os.getpid(),
         save_step0=str(step0),
     )
     name = "step-0 weights"
@@ -128,6 +131,7 @@ def _run_arm(
         plugin=arm.plugin,
         megatron_args=(*common, *arm.flags, *step0_load_args(step0)),
         record_dir=str(folder),
+        runner_pid=os.getpid(),
     )
     display.stage(arm.name, config.train.steps)
     status, launch = _wait(config, job, arm.name, display)

@@ -24,6 +24,7 @@ class Job:
         plugin: whether to install megatron_mok's hooks before Megatron parses its arguments.
         megatron_args: Megatron's command line.
         record_dir: where `rank<r>.jsonl` is written.
+        runner_pid: the process that waits for the result; without it there is no use in going on.
         save_step0: folder to save the initial weights to, instead of training; or None.
     """
 
@@ -31,6 +32,7 @@ class Job:
     plugin: bool
     megatron_args: tuple[str, ...]
     record_dir: str
+    runner_pid: int
     save_step0: str | None = None
 
     def write(self, path: Path) -> None:
@@ -44,7 +46,7 @@ class Job:
 
 def main(argv: list[str]) -> None:
     job = Job.read(Path(argv[0]))
-    _exit_with_parent()
+    _exit_without(os.getppid(), job.runner_pid)
     with Recorder(Path(job.record_dir), int(os.environ["RANK"])) as recorder:
         try:
             run(job, recorder)
@@ -112,16 +114,23 @@ def _use_built_dataset_helpers() -> None:
         utils.compile_helpers = lambda: None
 
 
-def _exit_with_parent() -> None:
-    """End this process when torchrun is gone (killed, so that it could not clean up)."""
-    parent = os.getppid()
+def _exit_without(torchrun_pid: int, runner_pid: int) -> None:
+    """End this process soon after torchrun or the runner was killed and could not end it."""
 
     def watch():
-        while os.getppid() == parent:
+        while os.getppid() == torchrun_pid and _exists(runner_pid):
             time.sleep(2)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
