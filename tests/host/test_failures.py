@@ -132,12 +132,14 @@ def test_ranks_in_different_calls_get_an_error_and_can_go_on():
     layer = random_layer(16, 64, 64, 4, 2, torch.float32, seed=1)
     workspaces = make_workspaces(2, SHORT, **layer.shape)
 
+    calls = (
+        lambda: forward(layer, workspaces[0], 0, 2),
+        lambda: make_schedule(workspaces[1], layer.expert_ids_TK, layer.probs_TK),
+    )
+
     def mixed(rank):
         with pytest.raises(MoKInvalidArgumentError, match="same calls in the same order") as error:
-            if rank == 0:
-                forward(layer, workspaces[0], 0, 2)
-            else:
-                make_schedule(workspaces[1], layer.expert_ids_TK, layer.probs_TK)
+            calls[rank]()
         return str(error.value)
 
     assert (

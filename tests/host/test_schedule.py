@@ -50,7 +50,7 @@ def schedules(experts, ids, direction=abi.Direction.FORWARD, ffn=64, hidden=64):
 
 
 def model_rows(experts, ids, probs, rank):
-    """Row table of `rank`: (rank, token, k, prob, expert) or None for padding, and block offsets."""
+    """Rows of `rank` as (rank, token, k, prob, expert), None for padding; and block offsets."""
     local = experts // len(ids)
     rows, offsets = [], [0]
     for expert in range(rank * local, (rank + 1) * local):
