@@ -53,14 +53,19 @@ class FusedExperts(nn.Module):
         self._bind()
 
     def forward(
-        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, probs_TK: torch.Tensor
+        self,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        probs_TK: torch.Tensor,
+        addend_TH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Weighted sum of the routed experts' outputs, per token.
+        """Weighted sum of the routed experts' outputs, per token, plus the addend.
 
         Args:
             x_TH: [T, H] tokens of this rank, in the dtype of the weights.
             ids_TK: [T, K] int32 expert of each route, -1 for none.
             probs_TK: [T, K] weight of each route.
+            addend_TH: [T, H] or None, what the shared experts computed.
         Returns: [T, H], dtype of `x_TH`.
         """
         self._check_bound()
@@ -71,6 +76,7 @@ class FusedExperts(nn.Module):
             self._w1,
             self._w2,
             self._workspace,
+            addend_TH=addend_TH,
             saved_rows=self._saved_rows,
             accumulate_into_main_grad=self._accumulate_into_main_grad,
         )

@@ -50,7 +50,7 @@ class MoKOptions:
         "backward, so every value is safe; 0 recomputes all.",
     )
     inner_timeout_s: float = _flag(
-        30.0,
+        60.0,
         float,
         "Seconds to wait for a peer once all ranks of the expert-parallel group are inside the "
         "layer. The wait for peers to arrive follows --distributed-timeout-minutes.",

@@ -21,10 +21,11 @@ _STAGES = ("route", "expert_compute", "postprocess")
 
 @dataclass(frozen=True)
 class _Call:
-    """What the stages of one forward hand on besides their tensors."""
+    """What the stages of one forward hand on besides their arguments."""
 
     hidden_shape: torch.Size
     ids_TK: torch.Tensor
+    shared_output: torch.Tensor | None
 
 
 class MoKMoELayer(MoELayer):
@@ -63,6 +64,7 @@ class MoKMoELayer(MoELayer):
         )
         self._max_tokens = shape.max_tokens
         self._call: _Call | None = None
+        self._shared_output: torch.Tensor | None = None
 
     def forward(
         self,
@@ -92,6 +94,11 @@ class MoKMoELayer(MoELayer):
             )
         return super().forward(hidden_states, padding_mask=padding_mask)
 
+    def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """[s, b, H] output of the shared experts, or None without them. The kernel adds it."""
+        self._shared_output = super().shared_experts_compute(hidden_states)
+        return self._shared_output
+
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,8 +111,9 @@ class MoKMoELayer(MoELayer):
         Returns: ([T, H] tokens, [T, K] route weights).
         """
         ids_TK, probs_TK = routes_from_map(probs, routing_map, self.config.moe_router_topk)
-        self._call = _Call(hidden_states.shape, ids_TK)
-        return hidden_states.reshape(-1, hidden_states.shape[-1]), probs_TK
+        self._call = _Call(hidden_states.shape, ids_TK, self._shared_output)
+        self._shared_output = None
+        return _by_token(hidden_states), probs_TK
 
     def dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -116,8 +124,11 @@ class MoKMoELayer(MoELayer):
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Dispatch, experts and combine: [T, H] tokens and [T, K] weights to ([T, H], None)."""
-        return self.fused_experts(hidden_states, self._call.ids_TK, probs), None
+        """Dispatch, experts, combine and shared experts' output: [T, H] tokens and [T, K] weights
+        to ([T, H], None)."""
+        call = self._call
+        shared_TH = None if call.shared_output is None else _by_token(call.shared_output)
+        return self.fused_experts(hidden_states, call.ids_TK, probs, shared_TH), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Nothing: the kernel of routed_experts_compute combines."""
@@ -126,16 +137,21 @@ class MoKMoELayer(MoELayer):
     def postprocess(
         self, output: torch.Tensor, shared_expert_output: torch.Tensor | None
     ) -> torch.Tensor:
-        """[T, H] output of the routed experts plus that of the shared experts, as [s, b, H]."""
+        """[T, H] output of the layer, as [s, b, H]; a shared expert output that the kernel has not
+        added yet is added here."""
         call, self._call = self._call, None
         output = output.view(call.hidden_shape)
-        if shared_expert_output is not None:
+        if shared_expert_output is not None and shared_expert_output is not call.shared_output:
             output = output + shared_expert_output
         return output
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """Delayed weight gradients: of the shared experts only, the kernel has done the others."""
         super().backward_dw(routed_experts=False, shared_experts=shared_experts)
+
+
+def _by_token(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
 
 
 def _layer_shape(config: Any, options: MoKOptions) -> LayerShape:

@@ -12,8 +12,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from rank_pool import init_world
 
 from megatron_mok.megatron import MoKOptions, set_options
+from megatron_mok.runtime import release_workspaces
 
 MAX_TOKENS = 96
 
@@ -36,17 +38,28 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
+_layout: tuple[int, int, int] | None = None
+
+
 def set_up_parallel(ep: int, tp: int = 1, pp: int = 1) -> None:
-    """Process groups for these sizes, expert tensor parallelism 1, all other ranks data parallel."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
-    )
-    model_parallel_cuda_manual_seed(1234)
+    """Process groups for these sizes, expert tensor parallelism 1, all other ranks data parallel.
+
+    Groups of the last layout are kept when it is the same one, and destroyed otherwise: each has threads.
+    """
+    global _layout
+    if _layout != (ep, tp, pp):
+        if _layout is not None:
+            release_workspaces()
+            parallel_state.destroy_model_parallel()
+        init_world()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1,
+        )
+        _layout = (ep, tp, pp)
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     set_options(MoKOptions(max_tokens_per_rank=MAX_TOKENS))
 
 
@@ -92,9 +105,7 @@ def make_layer(config: TransformerConfig, seed: int = 7) -> MoELayer:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     build = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
-    layer = build(
-        config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
-    )
+    layer = build(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     layer.set_layer_number(1)
     torch.manual_seed(seed + torch.distributed.get_rank())
     for name, parameter in layer.named_parameters():
@@ -116,3 +127,15 @@ def use_host_weight_gradient_fusion() -> None:
         wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
     )
     layers._grad_accum_fusion_available = True
+
+
+def use_output_discarding_without_te() -> None:
+    """Let `--recompute-modules layernorm` run here: Megatron asks Transformer Engine whether FP8 is on."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from megatron.core.tensor_parallel import random
+
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = lambda **_: nullcontext()
+    random.fp8_autocast = lambda **_: nullcontext()

@@ -6,15 +6,17 @@ Importing Megatron takes seconds per process, so every test of a session shares 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
-import socket
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryDirectory
 from typing import Any
 
 START_TIMEOUT_S = 180.0
@@ -57,15 +59,17 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
+        if self._processes:
+            self._folder.cleanup()
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
         context = get_context("spawn")
-        port = _free_port()
+        self._folder = TemporaryDirectory(prefix="mok-ranks-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, self.size, port, theirs), daemon=True
+                target=_rank_main, args=(rank, self.size, self._folder.name, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -93,20 +97,13 @@ class RankPool:
         return answers
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def _rank_main(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _rank_main(rank: int, size: int, folder: str, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MOK_TEST_RENDEZVOUS=folder,
         CUDA_VISIBLE_DEVICES="",
     )
     pipe.send(_guarded(_set_up_rank))
@@ -132,8 +129,6 @@ def _guarded(function: Callable, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
 
 
 def _set_up_rank() -> None:
-    from datetime import timedelta
-
     import torch
 
     from megatron_mok.megatron import cpu_mode, install
@@ -142,4 +137,22 @@ def _set_up_rank() -> None:
     warnings.filterwarnings("ignore")  # Megatron's, about optional packages
     cpu_mode.enable()
     install()
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    init_world()
+
+
+_worlds = itertools.count()
+
+
+def init_world() -> None:
+    """Rank side: make the gloo world of all ranks, in place of the one before with all its groups."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['MOK_TEST_RENDEZVOUS']}/{next(_worlds)}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=60),
+    )

@@ -12,14 +12,14 @@ def assert_close(results, bound):
         assert not bad, f"rank {rank}, bound {bound}: {bad}"
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("router", ["softmax", "fp32", "fp64", "deepseek", "top1", "all"])
+@pytest.mark.parametrize("ep", [1, 2, 4])
 def test_routers(ranks, ep, router):
     assert_close(ranks.run("layer_cases.compare", ep, EVEN, router), FP32)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("router", ["softmax", "deepseek"])
+@pytest.mark.parametrize("ep", [1, 2])
 def test_bf16(ranks, ep, router):
     assert_close(ranks.run("layer_cases.compare", ep, EVEN, router, bf16=True), BF16)
 
