@@ -42,7 +42,6 @@ def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
         f"--seed={config.seed}",
         f"--data-path={dataset.prefix}",
         f"--data-cache-path={dataset.index_cache}",
-        f"--split={config.data.split}",
         f"--tensor-model-parallel-size={parallel.tensor_model_parallel_size}",
         f"--pipeline-model-parallel-size={parallel.pipeline_model_parallel_size}",
         f"--context-parallel-size={parallel.context_parallel_size}",
@@ -107,8 +106,12 @@ def _switch(flag: str, on: bool) -> list[str]:
 def _evaluation(config: CompareConfig) -> list[str]:
     train = config.train
     if train.eval_interval is None:
-        return [f"--eval-interval={train.steps + 1}", "--eval-iters=0"]
-    return [f"--eval-interval={train.eval_interval}", f"--eval-iters={train.eval_iters}"]
+        return [f"--eval-interval={train.steps + 1}", "--eval-iters=0", "--split=100,0,0"]
+    return [
+        f"--eval-interval={train.eval_interval}",
+        f"--eval-iters={train.eval_iters}",
+        f"--split={config.data.split}",
+    ]
 
 
 def _vocab_size(config: CompareConfig, dataset: Dataset) -> int:

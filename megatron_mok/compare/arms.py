@@ -1,6 +1,5 @@
 """The arms of a comparison: ways to dispatch tokens that Megatron can be told to use."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +9,13 @@ def _always(device: str) -> str | None:
 
 
 def _mok(device: str) -> str | None:
-    if importlib.util.find_spec("megatron_mok.megatron.install") is None:
-        return "this build of megatron_mok has no Megatron plugin"
+    from megatron_mok.runtime.engine import load_engine
+    from megatron_mok.runtime.errors import MoKError
+
+    try:
+        load_engine(device)
+    except (MoKError, OSError) as error:
+        return str(error)
     return None
 
 

@@ -157,7 +157,7 @@ class DataConfig:
 
     source: str = "stdlib"  # stdlib | a folder of text files | prefix of a Megatron dataset
     max_bytes: int = 16_000_000  # how much text to take
-    split: str = "98,1,1"  # train, validation, test
+    split: str = "98,1,1"  # train, validation, test; only with train.eval_interval
     vocab_size: int | None = None  # of a Megatron dataset; text is bytes (256)
 
     def check(self) -> None:
@@ -273,9 +273,9 @@ def load(path: Path) -> CompareConfig:
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not valid YAML: {error}") from error
     return from_dict(tree, name=path.stem)
 
 

@@ -80,18 +80,18 @@ def check_split(dataset: Dataset, split: str, evaluates: bool) -> None:
 
     Args:
         split: weights of training, validation and test such as "98,1,1".
-        evaluates: whether the run uses validation and test.
+        evaluates: whether the run uses validation and test; without it all is for training.
 
     Raises:
         DataError: a part in use would be empty.
     """
     documents = _document_count(Path(f"{dataset.prefix}.idx"))
-    weights = [float(weight) for weight in split.split(",")]
-    names = ("training", "validation", "test")
+    weights = [float(weight) for weight in split.split(",")] if evaluates else [1, 0, 0]
     cut = 0
-    for i, name in enumerate(names):
+    for i, name in enumerate(("training", "validation", "test")):
         end = round(documents * sum(weights[: i + 1]) / sum(weights))
-        if end == cut and (name == "training" or evaluates):
+        wanted = weights[i] > 0 or (name == "validation" and evaluates)
+        if wanted and end == cut:
             raise DataError(
                 f"data.split: {split!r} leaves nothing for {name}, since {dataset.prefix.name} has "
                 f"{documents} documents; give it a larger share or take more text"
@@ -100,13 +100,13 @@ def check_split(dataset: Dataset, split: str, evaluates: bool) -> None:
 
 
 def _document_count(index: Path) -> int:
-    """Number of documents, from the header of a Megatron .idx file."""
-    header = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
+    """Number of documents (Megatron's "sequences"), from the header of a Megatron .idx file."""
+    header = struct.Struct("<9sQBQ")  # magic, version, dtype, sequences
     with index.open("rb") as file:
         data = file.read(header.size)
     if len(data) < header.size or not data.startswith(b"MMIDIDX"):
         raise DataError(f"data.source: {index} is not the index of a Megatron dataset")
-    return header.unpack(data)[4] - 1
+    return header.unpack(data)[3]
 
 
 def _text_files(folder: Path) -> list[Path]:

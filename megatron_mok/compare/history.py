@@ -32,12 +32,14 @@ class History:
     Attributes:
         start: each rank's `start` event (weights by name, flops, device, versions).
         steps: the steps that all ranks finished.
+        evaluations: losses of each evaluation, in order.
         end: each rank's `end` event; empty when the run did not get there.
         error: the first error event of any rank, or None.
     """
 
     start: tuple[dict, ...]
     steps: tuple[Step, ...]
+    evaluations: tuple[dict[str, float], ...]
     end: tuple[dict, ...]
     error: dict | None
 
@@ -76,14 +78,14 @@ def read_history(folder: Path, ranks: int) -> History:
     return History(
         start=tuple(e for rank in of_kind("start") for e in rank[:1]),
         steps=tuple(_merge(step) for step in zip(*of_kind("step"), strict=False)),
+        evaluations=tuple(_losses(ranks) for ranks in zip(*of_kind("evaluation"), strict=False)),
         end=tuple(e for rank in of_kind("end") for e in rank[:1]),
         error=errors[0] if errors else None,
     )
 
 
 def _merge(ranks: tuple[dict, ...]) -> Step:
-    # Only the last pipeline stage has losses; they are the same on all of its ranks.
-    losses = next((r["losses"] for r in ranks if r["losses"]), {})
+    losses = _losses(ranks)
     return Step(
         seconds=max(r["seconds"] for r in ranks),
         loss=losses.get("lm loss", float("nan")),
@@ -91,3 +93,8 @@ def _merge(ranks: tuple[dict, ...]) -> Step:
         grad_norm=ranks[0]["grad_norm"],
         tokens=tuple(r["tokens"] for r in ranks),
     )
+
+
+def _losses(ranks: tuple[dict, ...]) -> dict[str, float]:
+    # Only the last pipeline stage has losses; they are the same on all of its ranks.
+    return next((r["losses"] for r in ranks if r["losses"]), {})

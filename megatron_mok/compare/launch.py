@@ -87,9 +87,14 @@ class Launch:
             self._process.wait()
 
     def log_tail(self, lines: int = 15) -> list[str]:
-        """The last lines that are not empty of what the run printed."""
-        text = self.log.read_text(errors="replace")
-        return [line for line in text.splitlines() if line.strip()][-lines:]
+        """The last lines that the ranks printed (torchrun's own report of failures left out)."""
+        printed = []
+        for line in self.log.read_text(errors="replace").splitlines():
+            if "torch/distributed/elastic/" in line:
+                break
+            if line.strip():
+                printed.append(line)
+        return printed[-lines:]
 
 
 def _environment(ranks: int) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 Events (key `event`): `start` (weight hashes before the first step, model FLOPs of a step, device
 and versions), `step` (`step` from 1, `seconds`, `losses` as float64, `grad_norm`, `tokens` = hash
-of the token ids since the step before), `end` (weight hashes after the last step, peak memory),
-`error`, `done`. All have `time`, in seconds since the epoch.
+of the token ids since the step before), `evaluation` (`losses`), `end` (weight hashes after the
+last step, peak memory), `error`, `done`. All have `time`, in seconds since the epoch.
 """
 
 import hashlib
@@ -52,10 +52,11 @@ class Recorder:
         self._token_hash.update(batch["labels"].numpy())
 
     def attach(self, training) -> None:
-        """Wrap `train` and `train_step` of `megatron.training.training` to record them."""
+        """Wrap `train`, `train_step` and `evaluate` of `megatron.training.training`."""
         from megatron_mok.megatron.replicas import assert_replicas_equal
 
         original_train, original_step = training.train, training.train_step
+        original_evaluate = training.evaluate
 
         def train(forward_step, model, *args, **kwargs):
             weights = assert_replicas_equal(model, "before step 1")
@@ -83,7 +84,14 @@ class Recorder:
             self._token_hash = hashlib.sha256()
             return result
 
+        def evaluate(*args, **kwargs):
+            result = original_evaluate(*args, **kwargs)
+            losses = {key: float(value) for key, value in (result[0] or {}).items()}
+            self._write("evaluation", losses=losses)
+            return result
+
         training.train, training.train_step = train, train_step
+        training.evaluate = evaluate
 
 
 def record_path(folder: Path, rank: int) -> Path:

@@ -95,6 +95,7 @@ def _steps(result: ArmResult) -> dict:
         "seconds": [s.seconds for s in steps],
         "grad_norm": [s.grad_norm for s in steps],
         "losses": {name: [s.losses[name] for s in steps] for name in names},
+        "evaluations": list(result.history.evaluations),
     }
 
 

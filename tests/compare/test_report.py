@@ -1,0 +1,145 @@
+import json
+import struct
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_mok.compare.config import from_dict
+from megatron_mok.compare.history import History, Step, read_history
+from megatron_mok.compare.plot import write_chart
+from megatron_mok.compare.record import record_path
+from megatron_mok.compare.report import print_report, write_json
+from megatron_mok.compare.runner import ArmResult, _difference
+from megatron_mok.compare.summary import summarize
+
+from .test_config import changed
+
+SECONDS = [9.0, 9.0, 9.0, 0.1, 0.2, 0.3]  # three that the timing skips
+LOSSES = [5.0, 4.0, 3.0, 2.5, 2.0, 1.5]
+
+
+def history(losses=LOSSES, scale=1.0, weights="w", tokens="t", peaks=(2**30, 2**31)):
+    steps = tuple(
+        Step(s * scale, loss, {"lm loss": loss}, 1.0, (tokens, tokens))
+        for s, loss in zip(SECONDS, losses, strict=True)
+    )
+    start = {"weights": {"a": weights}, "flops": 4e12, "device": "H", "torch": "2", "te": None}
+    return History((start, start), steps, (), tuple({"peak_bytes": p} for p in peaks), None)
+
+
+def config(**changes):
+    tree = changed("arms", ["alltoall", "mok"])
+    tree["train"]["steps"] = len(LOSSES)
+    tree["parallel"].update(changes.pop("parallel", {}))
+    return from_dict({**tree, **changes}, name="canned")
+
+
+RESULTS = [
+    ArmResult("alltoall", history()),
+    ArmResult("mok", history([5.0, 4.0, 3.0, 2.5, 2.25, 1.5], scale=0.5)),
+    ArmResult("allgather", None, "boom", ("last words",)),
+]
+
+
+def test_rows():
+    first, mok, failed = summarize(config(), RESULTS)
+    assert first.step_ms == pytest.approx(200)
+    assert (first.p10, first.p90) == (pytest.approx(120), pytest.approx(280))
+    assert first.tokens_per_s == pytest.approx(8 * 64 / 0.2)
+    assert first.peak_gib == 2.0
+    assert (first.final_loss, first.max_loss_diff, first.speedup) == (1.5, 0.0, 1.0)
+    assert mok.max_loss_diff == 0.25
+    assert mok.max_rel_loss_diff == 0.125
+    assert mok.speedup == pytest.approx(2.0)
+    assert mok.functional
+    assert mok.tflops_per_gpu is None
+    assert (failed.failure, failed.steps, failed.step_ms) == ("boom", 0, None)
+
+
+def test_gpu_rows_have_flops_and_are_not_functional():
+    row = summarize(config(device="cuda"), RESULTS)[0]
+    assert not row.functional
+    assert row.tflops_per_gpu == pytest.approx(4e12 / 0.2 / 2 / 1e12)
+
+
+def test_no_speed_is_compared_between_ranks_that_share_a_gpu():
+    shared = config(device="cuda", parallel={"ranks_per_gpu": 2})
+    rows = summarize(shared, RESULTS)
+    assert rows[1].functional
+    assert rows[1].speedup is None
+
+
+def test_first_arm_that_ran_is_the_reference():
+    results = [ArmResult("alltoall", None, "boom"), RESULTS[1]]
+    row = summarize(config(), results)[1]
+    assert (row.max_loss_diff, row.speedup) == (0.0, 1.0)
+
+
+def test_table_fits_80_columns_and_says_why_arms_failed():
+    console = Console(width=80, record=True)
+    cfg = config()
+    print_report(console, cfg, RESULTS, summarize(cfg, RESULTS))
+    text = console.export_text()
+    assert "…" not in text
+    for part in ("200.0", "2,560", "1.500000", "2.5e-01", "2.00x", "allgather: boom", "last words"):
+        assert part in text
+
+
+def test_json_keeps_every_digit(tmp_path):
+    loss = struct.unpack("<f", bytes.fromhex("cdcccc3f"))[0]  # a float32 that is not short
+    results = [ArmResult("alltoall", history([*LOSSES[:-1], loss]))]
+    path = tmp_path / "results.json"
+    write_json(path, "megatron-mok compare x", config(), results, summarize(config(), results))
+    tree = json.loads(path.read_text())
+    assert tree["steps"]["alltoall"]["losses"]["lm loss"][-1] == loss
+    assert tree["rows"][0]["arm"] == "alltoall"
+    assert {"gpu", "n_gpus", "ranks", "date", "commit", "torch", "megatron", "te"} <= tree.keys()
+
+
+def test_chart(tmp_path):
+    path = tmp_path / "report.png"
+    write_chart(path, config(), RESULTS, summarize(config(), RESULTS))
+    import matplotlib.image
+
+    pixels = matplotlib.image.imread(path)
+    assert pixels.shape[0] > 500
+    assert np.ptp(pixels[..., :3]) > 0.5
+    write_chart(tmp_path / "none.png", config(), RESULTS[2:], summarize(config(), RESULTS[2:]))
+    assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"weights": "other"}, "1 of 1 weights at step 0 differ on rank 0, first a"),
+        ({"tokens": "other"}, "other token ids in step 1"),
+    ],
+)
+def test_arms_must_start_alike(change, message):
+    assert _difference(history(), history(**change)) == message
+
+
+def test_history_takes_the_slowest_rank_and_whole_lines(tmp_path):
+    def step(seconds, losses):
+        return {
+            "event": "step",
+            "time": 0,
+            "seconds": seconds,
+            "losses": losses,
+            "grad_norm": 2.0,
+            "tokens": "t",
+        }
+
+    first = [step(1.0, {}), step(2.0, {})]
+    last = [step(3.0, {"lm loss": 5.0}), step(1.5, {"lm loss": 4.0})]
+    error = {"event": "error", "time": 3, "type": "ValueError", "message": "m", "traceback": ""}
+    for rank, events in enumerate([first, [*last, error]]):
+        lines = "".join(json.dumps(e) + "\n" for e in events)
+        record_path(tmp_path, rank).write_text(lines + '{"event": "st')
+    read = read_history(tmp_path, 2)
+    assert [s.seconds for s in read.steps] == [3.0, 2.0]
+    assert [s.loss for s in read.steps] == [5.0, 4.0]
+    assert read.error["message"] == "m"
+    assert read.peak_bytes is None
