@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import os
 import sys
 import time
@@ -68,8 +69,9 @@ class RankPool:
         self._folder = TemporaryDirectory(prefix="mok-ranks-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
+            # Not daemons: saving a checkpoint starts processes. They end when the pipe closes.
             process = context.Process(
-                target=_rank_main, args=(rank, self.size, self._folder.name, theirs), daemon=True
+                target=_rank_main, args=(rank, self.size, self._folder.name, theirs)
             )
             process.start()
             theirs.close()
@@ -82,7 +84,7 @@ class RankPool:
 
     def _collect(self, timeout_s: float) -> list[tuple[bool, Any]]:
         answers: list[tuple[bool, Any]] = [(False, f"no answer in {timeout_s} s")] * self.size
-        waiting = dict(zip(self._pipes, range(self.size)))
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         end = time.monotonic() + timeout_s
         while waiting and (left := end - time.monotonic()) > 0:
             for pipe in wait(list(waiting), timeout=left):
@@ -135,6 +137,7 @@ def _set_up_rank() -> None:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # Megatron's, about optional packages
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     cpu_mode.enable()
     install()
     init_world()

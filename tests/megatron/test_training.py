@@ -12,8 +12,8 @@ SHARED = {"moe_shared_expert_intermediate_size": 64}
 def assert_same_training(results, bound=1e-5):
     for rank, differences in enumerate(results):
         # Adam divides small gradients by small moments: parameters drift apart faster than losses.
-        limits = {"losses": bound, "grad_norms": bound, "parameters": 100 * bound}
-        bad = {name: d for name, d in differences.items() if not d <= limits[name]}
+        limits = {"parameters": 100 * bound}
+        bad = {name: d for name, d in differences.items() if not d <= limits.get(name, bound)}
         assert not bad, f"rank {rank}: {bad}"
 
 
@@ -26,7 +26,7 @@ def test_training(ranks, ep, fusion):
 @pytest.mark.parametrize("fusion", [False, True], ids=["returned", "main_grad"])
 def test_training_with_moe_recompute(ranks, fusion):
     changes = {"recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}
-    results = ranks.run("train_cases.compare", 2, fusion=fusion, **changes, **SHARED)
+    results = ranks.run("train_cases.compare", 2, "deepseek", fusion=fusion, **changes, **SHARED)
     assert_same_training(results)
 
 
@@ -41,7 +41,7 @@ def test_training_with_full_recompute(ranks):
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     }
-    assert_same_training(ranks.run("train_cases.compare", 2, **changes))
+    assert_same_training(ranks.run("train_cases.compare", 2, "deepseek", **changes))
 
 
 def test_training_with_mtp(ranks):

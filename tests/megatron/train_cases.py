@@ -24,7 +24,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import (
+    destroy_moe_metrics_tracker,
+    get_moe_metrics_tracker,
+)
 from moe_cases import (
+    ROUTERS,
     make_config,
     set_up_parallel,
     use_host_weight_gradient_fusion,
@@ -48,6 +53,7 @@ class Trainer:
     """
 
     def __init__(self, dispatcher: str, break_aliases: bool = False, **changes: Any) -> None:
+        destroy_moe_metrics_tracker()
         torch.manual_seed(5)
         model_parallel_cuda_manual_seed(5, force_reset_rng=True)
         self.config = config = make_config(dispatcher, **changes)
@@ -68,7 +74,8 @@ class Trainer:
         )
         kind = MoKMoELayer if dispatcher == "mok" else MoELayer
         layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-        assert layers and all(type(layer) is kind for layer in layers)
+        assert layers
+        assert all(type(layer) is kind for layer in layers)
         if break_aliases:
             for layer in layers:
                 layer.fused_experts._parameters.clear()
@@ -127,9 +134,13 @@ class Trainer:
         """Copies of this rank's parameters, after the last step's all-gather."""
         self.model.disable_forward_pre_hook()
         assert_replicas_equal([self.model], f"after step {self.steps}")
-        copies = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        copies = self.parameters_now()
         self.model.enable_forward_pre_hook()
         return copies
+
+    def parameters_now(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's parameters as they are."""
+        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     def _batches(self, step: int) -> Iterator[torch.Tensor]:
         rank = parallel_state.get_data_parallel_rank()
@@ -172,7 +183,9 @@ class Course:
 
     losses: list[float]
     grad_norms: list[float]
+    router_losses: list[float]
     parameters: dict[str, torch.Tensor]
+    expert_biases: list[torch.Tensor]
 
 
 def train(dispatcher: str, steps: int, **changes: Any) -> Course:
@@ -185,24 +198,37 @@ def train(dispatcher: str, steps: int, **changes: Any) -> Course:
         grad_norms.append(grad_norm)
         if index == 1:
             losses += trainer.evaluate()
-    return Course(losses, grad_norms, trainer.parameters())
+    metrics = get_moe_metrics_tracker().metrics
+    return Course(
+        losses,
+        grad_norms,
+        [float(value) for name in sorted(metrics) for value in metrics[name].values],
+        trainer.parameters(),
+        [b.clone() for n, b in trainer.model.named_buffers() if n.endswith("expert_bias")],
+    )
 
 
 def compare(
-    ep: int, pp: int = 1, fusion: bool = False, steps: int = 4, **changes: Any
+    ep: int, router: str = "softmax", pp: int = 1, fusion: bool = False, **changes: Any
 ) -> dict[str, float]:
     """Largest relative differences between training with mok and with alltoall."""
     set_up_parallel(ep, pp=pp)
+    changes = ROUTERS[router] | changes
     use_output_discarding_without_te()
     if fusion:
         use_host_weight_gradient_fusion()
         changes["gradient_accumulation_fusion"] = True
-    native = train("alltoall", steps, **changes)
-    fused = train("mok", steps, **changes)
+    native = train("alltoall", 4, **changes)
+    fused = train("mok", 4, **changes)
     assert list(native.parameters) == list(fused.parameters)
     assert all(loss > 0 for loss in native.losses)
+    assert any(native.router_losses)
+    for found, expected in zip(fused.expert_biases, native.expert_biases, strict=True):
+        assert torch.equal(found, expected)
+        assert expected.any()
     return {
         "losses": _worst(fused.losses, native.losses),
+        "router_losses": _worst(fused.router_losses, native.router_losses),
         "grad_norms": _worst(fused.grad_norms, native.grad_norms),
         "parameters": max(
             float((fused.parameters[n] - p).norm() / p.norm()) for n, p in native.parameters.items()
@@ -211,8 +237,9 @@ def compare(
 
 
 def _worst(found: list[float], expected: list[float]) -> float:
-    assert len(found) == len(expected)
-    return max((abs(f - e) / abs(e) for f, e in zip(found, expected)), default=0.0)
+    return max(
+        (abs(f - e) / (abs(e) or 1.0) for f, e in zip(found, expected, strict=True)), default=0.0
+    )
 
 
 def train_without_aliases(ep: int) -> str:
