@@ -1,7 +1,8 @@
 """The Megatron-Core side of megatron_mok.
 
-`install()` makes `--moe-token-dispatcher-type mok` known to Megatron. Call it before Megatron parses
-its arguments, or start an unmodified script through `python -m megatron_mok.megatron.launcher`.
+`install()` makes `--moe-token-dispatcher-type mok` known to Megatron. Call it before Megatron
+parses its arguments, or start an unmodified script through
+`python -m megatron_mok.megatron.launcher`.
 
 Importing this package does not import Megatron; `install()` does.
 """

@@ -28,16 +28,16 @@ Slot = tuple[nn.Module, str]  # a module and the name of something it holds
 class FusedExperts(nn.Module):
     """Dispatch, experts and combine of one MoE layer, on the weights of its native experts module.
 
-    The Parameters stay with the native module. They are registered here a second time, under other names,
-    because DDP waits for its parameter all-gather in a pre-hook of the module that holds a parameter, and
-    the native linears are never called. In state dicts this module has nothing.
+    The Parameters stay with the native module. They are registered here a second time, under other
+    names, because DDP waits for its parameter all-gather in a pre-hook of the module that holds a
+    parameter, and the native linears are never called. In state dicts this module has nothing.
 
     Args:
         experts: Megatron's SequentialMLP or TEGroupedMLP, with SwiGLU and no biases.
         workspace: the workspace of the expert-parallel group, for the layer's shape.
         saved_rows: rows of pre-activations kept for backward.
-        accumulate_into_main_grad: add weight gradients into `main_grad` where a weight has one, in place
-            of returning them.
+        accumulate_into_main_grad: add weight gradients into `main_grad` where a weight has one, in
+            place of returning them.
     Raises: MoKConfigError for experts of another kind.
     """
 

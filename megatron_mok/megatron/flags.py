@@ -1,7 +1,7 @@
 """The plugin's own options: their command-line flags, defaults and derived sizes.
 
-Only fields of Megatron's config classes travel from arguments to configs, so the plugin keeps its options
-here. They come from Megatron's parsed arguments, or from `set_options` where there are none
+Only fields of Megatron's config classes travel from arguments to configs, so the plugin keeps its
+options here. They come from Megatron's parsed arguments, or from `set_options` where there are none
 (Megatron-Core without `megatron.training`).
 """
 
@@ -89,7 +89,7 @@ class MoKOptions:
 
     @classmethod
     def from_args(cls, args: Any) -> MoKOptions:
-        """Read the options from Megatron's parsed (or YAML) arguments; absent flags keep defaults."""
+        """The options in Megatron's parsed (or YAML) arguments; absent flags keep defaults."""
         values = {}
         for item in fields(cls):
             dest = f"mok_{item.name}"
@@ -148,7 +148,7 @@ def tokens_per_rank(args: Any) -> int | None:
 
 
 def add_mok_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `--mok-*` flags to Megatron's parser. Returns the parser, as Megatron's helpers do."""
+    """Add the `--mok-*` flags to Megatron's parser; returns it, as Megatron's helpers do."""
     group = parser.add_argument_group(
         title="mok", description="Options of --moe-token-dispatcher-type mok (megatron_mok)."
     )
@@ -171,7 +171,7 @@ _explicit: MoKOptions | None = None
 
 
 def set_options(options: MoKOptions | None) -> None:
-    """Set the options for models built from now on, in place of the command line's; None undoes it."""
+    """Set the options of models built from now on; None goes back to those of the command line."""
     global _explicit
     if options is not None and not isinstance(options, MoKOptions):
         raise TypeError(f"set_options takes a MoKOptions or None, not {type(options).__name__}")

@@ -1,4 +1,4 @@
-"""Hooks that make Megatron-Core know `--moe-token-dispatcher-type mok`, without a change to its files."""
+"""Hooks that make an unchanged Megatron-Core know `--moe-token-dispatcher-type mok`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _installed = False
 def install() -> None:
     """Put the hooks into Megatron-Core. Further calls do nothing.
 
-    - `mok` becomes an allowed value of `--moe-token-dispatcher-type`, and the `--mok-*` flags exist.
+    - `--moe-token-dispatcher-type` allows `mok`, and the `--mok-*` flags exist.
     - A config that says `mok` is checked when it is made (`validation.check_config`).
     - `MoELayer(config, ...)` with such a config makes a `MoKMoELayer`.
 

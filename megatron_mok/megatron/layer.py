@@ -1,4 +1,4 @@
-"""MoKMoELayer: Megatron's MoELayer with the fused experts between its router and its residual add."""
+"""MoKMoELayer: Megatron's MoELayer with the fused experts between router and residual add."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class MoKMoELayer(MoELayer):
     """An MoE layer whose dispatch, experts and combine are one kernel per direction.
 
     Router, parameters and their names, shared experts, recomputation, and checkpoints are those of
-    MoELayer. `MoELayer(config, ...)` makes one of these when the config says `mok` and the hooks are
-    installed. Takes the arguments of MoELayer.
+    MoELayer. With the hooks installed, `MoELayer(config, ...)` makes one of these when the config
+    says `mok`. Takes the arguments of MoELayer.
 
-    Construction is collective over the expert-parallel group (it makes the workspace, once per shape).
+    Construction is collective over the expert-parallel group: it makes the workspace, once for all
+    layers of a shape.
     Raises: MoKConfigError for what the fused layer cannot do.
     """
 

@@ -1,7 +1,7 @@
-"""What the fused layer refuses, and what it runs differently: one table each.
+"""What the fused layer refuses, and what it runs differently.
 
-Argparse choices are not enough (YAML configs and programs bypass them), so the tables are applied to the
-config itself: at its construction, and again at the construction of every layer.
+Argparse choices are not enough (YAML configs and programs bypass them), so the rules are applied to
+the config itself: at its construction, and again at the construction of every layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Refusal:
     """A setting that the fused layer would do wrong or leave undone.
 
     Attributes:
-        name: the field of the config (or of Megatron's arguments); absent in a Megatron that lacks it.
+        name: the field of the config, or of Megatron's arguments. A Megatron may lack it.
         refuses: whether a value of the field, in its config, is refused.
         reason: why.
         way_out: the flag that resolves it.
@@ -135,7 +135,7 @@ CONFIG_REFUSALS = (
         "activation_func_fp8_input_store",
         _set,
         "the fused layer keeps pre-activations in the weights' dtype",
-        "drop --activation-func-fp8-input-store",
+        "set activation_func_fp8_input_store = False in the config",
     ),
     Refusal("fp16", _set, _BF16_ONLY, "set --bf16 in place of --fp16"),
     Refusal("fp8", _given, _BF16_ONLY, f"drop --fp8-format, {_USE_ALLTOALL}"),
@@ -171,7 +171,9 @@ CONFIG_REFUSALS = (
         _EXACT_ROUTES,
         "drop --moe-router-padding-for-quantization",
     ),
-    Refusal("moe_token_dropping", _set, _EXACT_ROUTES, "drop --moe-token-dropping"),
+    Refusal(
+        "moe_token_dropping", _set, _EXACT_ROUTES, "set moe_token_dropping = False in the config"
+    ),
     Refusal(
         "moe_apply_probs_on_input",
         _set,

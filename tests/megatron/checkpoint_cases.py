@@ -65,8 +65,8 @@ def _difference(found: list[float], expected: list[float]) -> float:
 def round_trip(folder: str) -> list[float]:
     """alltoall -> mok -> alltoall, training steps in between.
 
-    Returns: relative differences of losses and gradient norms to a run that stays with alltoall, and of the
-    evaluation after the way back.
+    Returns: relative differences of losses and gradient norms to a run that stays with alltoall,
+    and of the evaluation after the way back.
     """
     set_up_parallel(2)
     saver = Trainer("alltoall")

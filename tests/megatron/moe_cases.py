@@ -44,7 +44,7 @@ _layout: tuple[int, int, int] | None = None
 def set_up_parallel(ep: int, tp: int = 1, pp: int = 1) -> None:
     """Process groups for these sizes, expert tensor parallelism 1, all other ranks data parallel.
 
-    Groups of the last layout are kept when it is the same one, and destroyed otherwise: each has threads.
+    Groups of the last layout stay when it is the same one, and go otherwise: each has threads.
     """
     global _layout
     if _layout != (ep, tp, pp):
@@ -130,7 +130,7 @@ def use_host_weight_gradient_fusion() -> None:
 
 
 def use_output_discarding_without_te() -> None:
-    """Let `--recompute-modules layernorm` run here: Megatron asks Transformer Engine whether FP8 is on."""
+    """Let layernorm recompute run here: Megatron asks Transformer Engine whether FP8 is on."""
     from contextlib import nullcontext
     from types import SimpleNamespace
 

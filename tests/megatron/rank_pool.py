@@ -39,8 +39,9 @@ class RankPool:
 
         By name, so that the process of pytest does not import Megatron.
 
-        Raises: AssertionError with the tracebacks of the ranks that failed, or when one does not answer
-        in `timeout_s`. After either, the ranks are replaced (peers may be stuck in a collective).
+        Raises: AssertionError with the tracebacks of the ranks that failed, or when one does not
+        answer in `timeout_s`. After either, the ranks are replaced (peers may be stuck in a
+        collective).
         """
         if not self._processes:
             self._start()
@@ -147,7 +148,7 @@ _worlds = itertools.count()
 
 
 def init_world() -> None:
-    """Rank side: make the gloo world of all ranks, in place of the one before with all its groups."""
+    """Rank side: make the gloo world of all ranks; the one before goes, with all its groups."""
     import torch.distributed as dist
 
     if dist.is_initialized():

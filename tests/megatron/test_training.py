@@ -1,7 +1,7 @@
 """Training steps with Megatron's own DDP, distributed optimizer and schedules.
 
-Four ranks, expert parallelism 2 x expert data parallelism 2, everything overlapped, several buckets: with
-fewer ranks, or one bucket, a layer that computes with stale weights goes unnoticed.
+Four ranks, expert parallelism 2 x expert data parallelism 2, everything overlapped, many buckets:
+with fewer ranks, or one bucket, a layer that computes with stale weights goes unnoticed.
 """
 
 import pytest

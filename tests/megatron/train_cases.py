@@ -47,8 +47,8 @@ class Trainer:
 
     Args:
         dispatcher: the config's `moe_token_dispatcher_type`.
-        break_aliases: take the Parameters away from the fused experts, as if they had never been registered
-            there: DDP then has no module whose pre-hook waits for their all-gather.
+        break_aliases: take the Parameters away from the fused experts, as if they had never been
+            registered there: DDP then has no module whose pre-hook waits for their all-gather.
         changes: fields of TransformerConfig.
     """
 
@@ -110,7 +110,7 @@ class Trainer:
         self.model.disable_forward_pre_hook(param_sync=False)
 
     def step(self) -> tuple[list[float], float]:
-        """One training step. Returns the losses of its microbatches (last stage) and the gradient norm."""
+        """One training step. Returns its losses (on the last stage) and the gradient norm."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self._run(self._batches(self.steps), forward_only=False)
@@ -121,7 +121,7 @@ class Trainer:
         return losses, float(grad_norm)
 
     def evaluate(self) -> list[float]:
-        """Losses of one evaluation batch; the weights are gathered first, as Megatron's loop does."""
+        """Losses of one evaluation batch. The weights are gathered first, as in Megatron's loop."""
         self.model.disable_forward_pre_hook()
         self.model.eval()
         with torch.no_grad():

@@ -1,0 +1,96 @@
+"""Names, hooks, gradients and refusals of the fused layer inside Megatron's module tree."""
+
+import pytest
+
+
+def test_names_are_native(ranks):
+    assert all(ranks.run("hook_cases.names"))
+
+
+def test_pre_hooks_reach_every_parameter(ranks):
+    assert ranks.run("hook_cases.uncovered_parameters") == [[]] * 4
+
+
+def test_returned_gradients(ranks):
+    for result in ranks.run("hook_cases.gradient_hooks", False):
+        assert result["runs"] == {2}
+        assert result["worst"] <= 1e-5
+        assert result["added"] == {False}
+
+
+def test_gradients_into_main_grad(ranks):
+    for result in ranks.run("hook_cases.gradient_hooks", True):
+        assert result["runs"] == {2}
+        assert result["worst"] <= 1e-5
+        assert result["added"] == {True}
+
+
+def test_frozen_experts(ranks):
+    assert all(ranks.run("hook_cases.frozen_experts"))
+
+
+def test_conversions_keep_parameters_together(ranks):
+    assert max(ranks.run("hook_cases.conversions")) <= 1e-2
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_grouped_experts(ranks, ep):
+    for differences in ranks.run("hook_cases.grouped_experts", ep):
+        assert max(differences.values()) <= 1e-5
+
+
+def test_changed_experts_are_refused(ranks):
+    for said in ranks.run("hook_cases.bypasses"):
+        assert "linear_fc2 was replaced by Adapter" in said["module"]
+        assert "parameter weight" in said["parameter"]
+        for kind in ("forward_pre_hook", "forward_hook", "full_backward_hook"):
+            assert "hook " in said[kind]
+        assert all("--moe-token-dispatcher-type alltoall" in text for text in said.values())
+
+
+def test_layers_refused_at_construction(ranks):
+    said = ranks.run("hook_cases.refused_layers")[0]
+    assert "OwnLayer" in said["subclass"]
+    assert "hidden is 96" in said["shape"]
+    assert "topk is 33" in said["topk"]
+    assert "--mok-max-tokens-per-rank" in said["tokens"]
+    assert "--mok-mode dispatch: not available yet" in said["dispatch"]
+    assert "drop --moe-expert-capacity-factor" in said["late"]
+
+
+def test_calls_refused(ranks):
+    said = ranks.run("hook_cases.refused_calls")[0]
+    assert "--mok-max-tokens-per-rank 97" in said["tokens"]
+    assert "in parts" in said["partial"]
+    assert "in parts" in said["map"]
+
+
+def test_configs_refused_without_argparse(ranks):
+    """As from YAML: no argparse choice stands before the config."""
+    several = {
+        "expert_tensor_parallel_size": 2,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    }
+    dense = {"num_moe_experts": None, "expert_model_parallel_size": 1, "moe_ffn_hidden_size": None}
+    texts = ranks.run("hook_cases.configs", [several, dense, {}])[0]
+    assert "set --expert-tensor-parallel-size 1" in texts[0]
+    assert "drop --moe-expert-capacity-factor" in texts[0]
+    assert "drop --moe-apply-probs-on-input" in texts[0]
+    assert texts[1:] == ["", ""]
+
+
+def test_shared_expert_overlap_is_switched_off(ranks):
+    assert all(ranks.run("hook_cases.overlap_is_switched_off"))
+
+
+def test_install_is_idempotent(ranks):
+    assert all(ranks.run("hook_cases.installs_once"))
+
+
+def test_messages_name_real_flags_and_fields(ranks):
+    # Only in Megatron after 0.19: its own megakernels.
+    assert ranks.run("hook_cases.unknown_flags")[0] == ["--moe-megakernel-backend"]
+    assert ranks.run("hook_cases.unknown_fields")[0] == ["moe_megakernel_backend"]
