@@ -13,12 +13,14 @@ class Step:
 
     Attributes:
         seconds: of the slowest rank.
+        moe_share: fraction of the step's time in MoE layers, mean of the ranks.
         loss: Megatron's "lm loss", reduced over the global batch; float64 of its float32.
         losses: all that Megatron reduced, by name.
         tokens: hash of the token ids, one per rank.
     """
 
     seconds: float
+    moe_share: float
     loss: float
     losses: dict[str, float]
     grad_norm: float | None
@@ -88,6 +90,7 @@ def _merge(ranks: tuple[dict, ...]) -> Step:
     losses = _losses(ranks)
     return Step(
         seconds=max(r["seconds"] for r in ranks),
+        moe_share=sum(r["moe_seconds"] / r["seconds"] for r in ranks) / len(ranks),
         loss=losses.get("lm loss", float("nan")),
         losses=losses,
         grad_norm=ranks[0]["grad_norm"],

@@ -1,9 +1,10 @@
 """What a training run did, one JSON line at a time and one file per rank.
 
 Events (key `event`): `start` (weight hashes before the first step, model FLOPs of a step, device
-and versions), `step` (`step` from 1, `seconds`, `losses` as float64, `grad_norm`, `tokens` = hash
-of the token ids since the step before), `evaluation` (`losses`), `end` (weight hashes after the
-last step, peak memory), `error`, `done`. All have `time`, in seconds since the epoch.
+and versions), `step` (`step` from 1, `seconds`, `moe_seconds` of them in MoE layers, `losses` as
+float64, `grad_norm`, `tokens` = hash of the token ids since the step before), `evaluation`
+(`losses`), `end` (weight hashes after the last step, peak memory), `error`, `done`. All have
+`time`, in seconds since the epoch.
 """
 
 import hashlib
@@ -53,12 +54,20 @@ class Recorder:
 
     def attach(self, training) -> None:
         """Wrap `train`, `train_step` and `evaluate` of `megatron.training.training`."""
+        import torch
+
         from megatron_mok.megatron.replicas import assert_replicas_equal
 
+        from .moe_timer import MoETimer
+
+        on_gpu = torch.cuda.current_device() != torch.device("cpu")  # CPU mode says "cpu"
+        moe_timer = None
         original_train, original_step = training.train, training.train_step
         original_evaluate = training.evaluate
 
         def train(forward_step, model, *args, **kwargs):
+            nonlocal moe_timer
+            moe_timer = MoETimer(model, on_gpu)
             weights = assert_replicas_equal(model, "before step 1")
             self._write("start", weights=weights, flops=_flops_per_step(training), **_environment())
             self._token_hash = hashlib.sha256()
@@ -68,6 +77,7 @@ class Recorder:
             return result
 
         def train_step(*args, **kwargs):
+            moe_timer.take()  # what an evaluation left
             start = time.perf_counter()
             result = original_step(*args, **kwargs)
             losses = {key: float(value) for key, value in result[0].items()}  # waits for the device
@@ -77,6 +87,7 @@ class Recorder:
                 "step",
                 step=kwargs["iteration"] + 1,
                 seconds=seconds,
+                moe_seconds=moe_timer.take(),
                 losses=losses,
                 grad_norm=None if grad_norm is None else float(grad_norm),
                 tokens=self._token_hash.hexdigest(),

@@ -20,14 +20,21 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
     """The table that `compare` prints; it fits 80 columns."""
     first = next((row.arm for row in rows if row.failure is None), "the first")
     title = Text(config.name, style="bold").append(f"  {_setting(config)}", style="not bold dim")
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    grid = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        show_edge=False,
+    )
     grid.add_column("arm", style="bold", no_wrap=True)
     for heading in (
         "step ms\n(p10-p90)",
+        "in\nMoE",
         "tokens/s",
         "peak\nGiB",
         "final\nloss",
-        "max loss diff\n(relative)",
+        "max loss\ndiff (rel.)",
         "speed",
     ):
         grid.add_column(heading, justify="right", no_wrap=True)
@@ -38,7 +45,8 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
         difference = f"{row.max_loss_diff:.1e}\n({row.max_rel_loss_diff:.1e})"
         grid.add_row(
             row.arm,
-            f"{row.step_ms:.1f}\n({row.p10:.1f}-{row.p90:.1f})",
+            f"{_ms(row.step_ms)}\n({_ms(row.p10)}-{_ms(row.p90)})",
+            f"{row.moe_share:.0%}",
             f"{row.tokens_per_s:,.0f}",
             f"{row.peak_gib:.2f}",
             f"{row.final_loss:.6f}",
@@ -88,11 +96,16 @@ def write_json(
     path.write_text(json.dumps(tree, indent=1) + "\n")
 
 
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
 def _steps(result: ArmResult) -> dict:
     steps = result.history.steps
     names = steps[0].losses if steps else ()
     return {
         "seconds": [s.seconds for s in steps],
+        "moe_share": [s.moe_share for s in steps],
         "grad_norm": [s.grad_norm for s in steps],
         "losses": {name: [s.losses[name] for s in steps] for name in names},
         "evaluations": list(result.history.evaluations),

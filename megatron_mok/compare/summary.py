@@ -18,6 +18,7 @@ class Row:
             `train.skip_steps` steps, slowest rank of each step, in ms.
         tokens_per_s: tokens of a global batch / median step time.
         tflops_per_gpu: Megatron's model FLOPs / median step time / ranks; on GPUs of one rank each.
+        moe_share: median fraction of the step time in MoE layers, forward and backward.
         peak_gib: largest peak of any rank: device memory, or resident memory on CPU ranks.
         max_loss_diff: largest absolute difference of a step's loss to the first arm's.
         max_rel_loss_diff: the largest relative one.
@@ -34,6 +35,7 @@ class Row:
     p90: float | None = None
     tokens_per_s: float | None = None
     tflops_per_gpu: float | None = None
+    moe_share: float | None = None
     peak_gib: float | None = None
     final_loss: float | None = None
     max_loss_diff: float | None = None
@@ -66,8 +68,11 @@ def loss_differences(first: ArmResult, other: ArmResult) -> tuple[list[float], l
 
 def timed_ms(config: CompareConfig, result: ArmResult) -> np.ndarray:
     """Step times in ms that count: without the first `train.skip_steps`, unless none is left."""
-    seconds = [step.seconds for step in result.history.steps]
-    return 1e3 * np.array(seconds[config.train.skip_steps :] or seconds)
+    return 1e3 * np.array(_timed(config, [step.seconds for step in result.history.steps]))
+
+
+def _timed(config: CompareConfig, values: list[float]) -> list[float]:
+    return values[config.train.skip_steps :] or values
 
 
 def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> Row:
@@ -95,6 +100,7 @@ def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> R
         p90=float(np.percentile(ms, 90)),
         tokens_per_s=config.tokens_per_step / (median * 1e-3),
         tflops_per_gpu=per_gpu,
+        moe_share=float(np.median(_timed(config, [step.moe_share for step in history.steps]))),
         peak_gib=history.peak_bytes / 2**30,
         final_loss=history.steps[-1].loss,
         max_loss_diff=max(absolute),

@@ -21,7 +21,7 @@ LOSSES = [5.0, 4.0, 3.0, 2.5, 2.0, 1.5]
 
 def history(losses=LOSSES, scale=1.0, weights="w", tokens="t", peaks=(2**30, 2**31)):
     steps = tuple(
-        Step(s * scale, loss, {"lm loss": loss}, 1.0, (tokens, tokens))
+        Step(s * scale, 0.25, loss, {"lm loss": loss}, 1.0, (tokens, tokens))
         for s, loss in zip(SECONDS, losses, strict=True)
     )
     start = {"weights": {"a": weights}, "flops": 4e12, "device": "H", "torch": "2", "te": None}
@@ -82,7 +82,16 @@ def test_table_fits_80_columns_and_says_why_arms_failed():
     print_report(console, cfg, RESULTS, summarize(cfg, RESULTS))
     text = console.export_text()
     assert "…" not in text
-    for part in ("200.0", "2,560", "1.500000", "2.5e-01", "2.00x", "allgather: boom", "last words"):
+    for part in (
+        "200.0",
+        "25%",
+        "2,560",
+        "1.500000",
+        "2.5e-01",
+        "2.00x",
+        "allgather: boom",
+        "last words",
+    ):
         assert part in text
 
 
@@ -127,6 +136,7 @@ def test_history_takes_the_slowest_rank_and_whole_lines(tmp_path):
             "event": "step",
             "time": 0,
             "seconds": seconds,
+            "moe_seconds": seconds / 4,
             "losses": losses,
             "grad_norm": 2.0,
             "tokens": "t",
@@ -141,5 +151,6 @@ def test_history_takes_the_slowest_rank_and_whole_lines(tmp_path):
     read = read_history(tmp_path, 2)
     assert [s.seconds for s in read.steps] == [3.0, 2.0]
     assert [s.loss for s in read.steps] == [5.0, 4.0]
+    assert [s.moe_share for s in read.steps] == [0.25, 0.25]
     assert read.error["message"] == "m"
     assert read.peak_bytes is None

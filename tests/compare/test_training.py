@@ -88,6 +88,11 @@ def test_loss_falls_on_text(results):
     assert losses[-1] < losses[0] - 1.2
 
 
+def test_time_in_moe_layers_is_a_part_of_the_step(results):
+    for row in results["rows"]:
+        assert 0.05 < row["moe_share"] < 0.95
+
+
 def test_replicas_are_equal_at_start_and_end(comparison):
     # The workers check it; look that they did, and on parameters that have replicas.
     for arm in comparison[2]:
