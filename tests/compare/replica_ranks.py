@@ -1,4 +1,4 @@
-"""Two ranks that call assert_replicas_equal on equal and unequal models; each prints what it saw."""
+"""Two ranks that compare replicas of equal and unequal models; each prints what it found."""
 
 import sys
 

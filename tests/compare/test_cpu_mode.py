@@ -5,9 +5,13 @@ import sys
 from pathlib import Path
 
 
-def run(code: str, *args: str) -> str:
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command) -> str:
+    """What `python COMMAND` prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *args], capture_output=True, text=True
+        [sys.executable, "-W", "ignore", *command], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -15,29 +19,32 @@ def run(code: str, *args: str) -> str:
 
 def test_import_changes_nothing():
     out = run(
+        "-c",
         "import torch\n"
         "before = torch.zeros, torch.cuda.is_available, torch.Tensor.to, torch.Tensor.type\n"
         "from megatron_mok.megatron import cpu_mode\n"
         "after = torch.zeros, torch.cuda.is_available, torch.Tensor.to, torch.Tensor.type\n"
-        "print(before == after, cpu_mode.is_enabled())\n"
+        "print(before == after, cpu_mode.is_enabled())\n",
     )
     assert out.split() == ["True", "False"]
 
 
 def test_refuses_to_come_after_megatron():
     out = run(
+        "-c",
         "import megatron.core\n"
         "from megatron_mok.megatron import cpu_mode\n"
         "try:\n"
         "    cpu_mode.enable()\n"
         "except RuntimeError as error:\n"
-        "    print(error)\n"
+        "    print(error)\n",
     )
     assert "before megatron.core is imported" in out
 
 
 def test_cuda_devices_are_the_cpu():
     out = run(
+        "-c",
         "import torch\n"
         "from megatron_mok.megatron import cpu_mode\n"
         "cpu_mode.enable(); cpu_mode.enable()\n"
@@ -45,13 +52,14 @@ def test_cuda_devices_are_the_cpu():
         "    torch.ones(2, device=torch.cuda.current_device()), torch.ones(2).to('cuda'),\n"
         "    torch.ones(2).to(device='cuda:0', dtype=torch.bfloat16), torch.ones(2).cuda(),\n"
         "    torch.nn.Linear(2, 2).cuda().weight, torch.zeros_like(torch.ones(2), device='cuda')]\n"
-        "print(all(x.device.type == 'cpu' for x in made), made[4].dtype, made[4].type())\n"
+        "print(all(x.device.type == 'cpu' for x in made), made[4].dtype, made[4].type())\n",
     )
     assert out.split() == ["True", "torch.bfloat16", "torch.cuda.BFloat16Tensor"]
 
 
 def test_rng_tracker_forks_at_once_and_restores():
     out = run(
+        "-c",
         "import torch\n"
         "from megatron_mok.megatron import cpu_mode\n"
         "cpu_mode.enable()\n"
@@ -70,18 +78,13 @@ def test_rng_tracker_forks_at_once_and_restores():
         "seeded = torch.manual_seed(2) and torch.rand(9)\n"
         "torch.manual_seed(1)\n"
         "print(torch.equal(torch.cat([one, two, three]), seeded),\n"
-        "    torch.equal(outside, torch.rand(3)))\n"
+        "    torch.equal(outside, torch.rand(3)))\n",
     )
     assert out.split() == ["True", "True"]
 
 
 def test_replicas_are_compared_bit_by_bit(tmp_path):
-    script = Path(__file__).with_name("replica_ranks.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, tmp_path / "store"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run("-m", "tests.compare.replica_ranks", tmp_path / "store").splitlines()
     assert sum("dense: data-parallel replicas differ now: 1 of 2" in line for line in lines) == 2
     assert sum("first '0.dense.weight'" in line for line in lines) == 2
     assert sum("expert: expert data-parallel replicas differ" in line for line in lines) == 2
