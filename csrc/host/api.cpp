@@ -1,16 +1,23 @@
 // The C ABI of the host engine: argument checks, and errors as status codes.
 #include <new>
 
+#include "error.h"
 #include "ops.h"
 
 namespace {
 
 thread_local std::string last_error;
 
-MokStatus fail(MokStatus status, const std::string& what) {
+}  // namespace
+
+MokStatus mok::fail(MokStatus status, const std::string& what) {
   last_error = what;
   return status;
 }
+
+namespace {
+
+using mok::fail;
 
 // Runs `body`, which throws mok::Error. After anything but an invalid argument the workspace is
 // poisoned: ranks are no longer at the same call.

@@ -187,6 +187,15 @@ const char* mok_engine(void);  // "host" or "sm90"
 // What went wrong in the last failed call of this thread.
 const char* mok_last_error(void);
 
+// Zeroed memory that peers can map: of the current device for the CUDA engine, of the process for
+// the host engine. A handle can be opened by other processes of this host while its owner lives.
+#define MOK_HANDLE_BYTES 64
+MokStatus mok_segment_alloc(int64_t bytes, void** segment);
+MokStatus mok_segment_export(void* segment, uint8_t* handle);
+MokStatus mok_segment_open(const uint8_t* handle, void** segment);
+MokStatus mok_segment_close(void* segment);  // of mok_segment_open
+MokStatus mok_segment_free(void* segment);   // of mok_segment_alloc
+
 MokStatus mok_layout(const MokShape* shape, const MokOptions* options, MokLayout* layout);
 MokStatus mok_workspace_create(const MokWorkspaceDesc* desc, MokWorkspace** workspace);
 void mok_workspace_destroy(MokWorkspace* workspace);

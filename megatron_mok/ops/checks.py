@@ -8,7 +8,11 @@ from megatron_mok.runtime import Workspace
 
 
 def check_tensor(
-    name: str, x: torch.Tensor, shape: Sequence[int | None], dtype: torch.dtype, device_type: str
+    name: str,
+    x: torch.Tensor,
+    shape: Sequence[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Checks one tensor. A None in `shape` allows any size.
 
@@ -23,8 +27,8 @@ def check_tensor(
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be {allowed}")
     if x.dtype != dtype:
         raise ValueError(f"{name} has dtype {x.dtype}; it must be {dtype}")
-    if x.device.type != device_type:
-        raise ValueError(f"{name} is on {x.device}; the workspace computes on {device_type}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}; the workspace computes on {device}")
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous; its strides are {x.stride()}")
 
@@ -38,7 +42,7 @@ def check_inputs(
     fc2: Sequence[torch.Tensor],
 ) -> None:
     """Checks what forward and backward share against the workspace's shape."""
-    shape, device = workspace.shape, workspace.device_type
+    shape, device = workspace.shape, workspace.device
     check_tensor("hidden", hidden_TH, (None, shape.hidden), shape.dtype, device)
     tokens = hidden_TH.shape[0]
     check_tensor("expert_ids", expert_ids_TK, (tokens, shape.topk), torch.int32, device)
@@ -61,7 +65,7 @@ def check_experts(
             f"{workspace.num_local_experts} local experts"
         )
     for i, tensor in enumerate(tensors):
-        check_tensor(f"{name}[{i}]", tensor, shape, dtype, workspace.device_type)
+        check_tensor(f"{name}[{i}]", tensor, shape, dtype, workspace.device)
 
 
 def check_grads(
@@ -75,4 +79,4 @@ def check_grads(
         raise ValueError(f"{name} has {len(grads)} tensors for {len(weights)} weights")
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
         if grad.numel():
-            check_tensor(f"{name}[{i}]", grad, weight.shape, torch.float32, workspace.device_type)
+            check_tensor(f"{name}[{i}]", grad, weight.shape, torch.float32, workspace.device)

@@ -45,9 +45,9 @@ def fused_moe(
         ValueError: an argument does not fit the workspace.
         MoKError: the engine failed; `MoKTimeoutError` when a peer did not take part.
     """
-    if hidden_TH.device.type != workspace.device_type:
+    if hidden_TH.device != workspace.device:
         raise ValueError(
-            f"hidden is on {hidden_TH.device}; the workspace computes on {workspace.device_type}"
+            f"hidden is on {hidden_TH.device}; the workspace computes on {workspace.device}"
         )
     probs_TK = probs_TK.float()
     differentiable = [hidden_TH, probs_TK, *fc1, *fc2]

@@ -46,7 +46,7 @@ def _weights(fc1: Sequence[torch.Tensor], fc2: Sequence[torch.Tensor]) -> abi.Mo
 
 def _saved(preact_R2F: torch.Tensor, workspace: Workspace) -> abi.MokSaved:
     shape = workspace.shape
-    check_tensor("preact", preact_R2F, (None, 2 * shape.ffn), shape.dtype, workspace.device_type)
+    check_tensor("preact", preact_R2F, (None, 2 * shape.ffn), shape.dtype, workspace.device)
     return abi.MokSaved(preact=preact_R2F.data_ptr() or None, rows=preact_R2F.shape[0])
 
 
@@ -63,7 +63,7 @@ def _moe_forward(
     ws = workspace_of(workspace)
     check_inputs(ws, hidden, expert_ids, probs, fc1, fc2)
     if addend is not None:
-        check_tensor("addend", addend, hidden.shape, ws.shape.dtype, ws.device_type)
+        check_tensor("addend", addend, hidden.shape, ws.shape.dtype, ws.device)
     output, preact = _moe_forward_fake(
         hidden, expert_ids, probs, fc1, fc2, addend, workspace, saved_rows
     )
@@ -76,6 +76,7 @@ def _moe_forward(
             addend=addend.data_ptr() if addend is not None else None,
             output=output.data_ptr(),
             saved=_saved(preact, ws),
+            stream=ws.current_stream(),
         ),
     )
     return output, preact
@@ -100,7 +101,7 @@ def _moe_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ws = workspace_of(workspace)
     check_inputs(ws, hidden, expert_ids, probs, fc1, fc2)
-    check_tensor("grad_output", grad_output, hidden.shape, ws.shape.dtype, ws.device_type)
+    check_tensor("grad_output", grad_output, hidden.shape, ws.shape.dtype, ws.device)
     check_grads("grad_fc1", grad_fc1, fc1, ws)
     check_grads("grad_fc2", grad_fc2, fc2, ws)
     grad_hidden, grad_probs = _moe_backward_fake(
@@ -129,6 +130,7 @@ def _moe_backward(
             weight_grads=abi.MokWeightGrads(
                 fc1=_pointers(grad_fc1), fc2=_pointers(grad_fc2), accumulate=accumulate
             ),
+            stream=ws.current_stream(),
         ),
     )
     return grad_hidden, grad_probs
@@ -203,8 +205,9 @@ def _autograd_backward(ctx, grad_output, _grad_preact):
     )
 
 
-_library.impl("moe_forward", _moe_forward, "CPU")
-_library.impl("moe_backward", _moe_backward, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("moe_forward", _moe_forward, _device)
+    _library.impl("moe_backward", _moe_backward, _device)
 torch.library.register_fake("mok::moe_forward", _moe_forward_fake, lib=_library)
 torch.library.register_fake("mok::moe_backward", _moe_backward_fake, lib=_library)
 torch.library.register_autograd(

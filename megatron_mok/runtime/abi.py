@@ -9,6 +9,7 @@ MAX_RANKS = 72
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
 BLOCK_ROWS = 128
+HANDLE_BYTES = 64
 
 
 class Status(IntEnum):
@@ -174,6 +175,11 @@ def declare(lib: ctypes.CDLL) -> None:
         "mok_abi_version": ([], c_int32),
         "mok_engine": ([], c_char_p),
         "mok_last_error": ([], c_char_p),
+        "mok_segment_alloc": ([c_int64, POINTER(c_void_p)], c_int32),
+        "mok_segment_export": ([c_void_p, c_char_p], c_int32),
+        "mok_segment_open": ([c_char_p, POINTER(c_void_p)], c_int32),
+        "mok_segment_close": ([c_void_p], c_int32),
+        "mok_segment_free": ([c_void_p], c_int32),
         "mok_layout": (
             [POINTER(MokShape), POINTER(MokOptions), POINTER(MokLayout)],
             c_int32,

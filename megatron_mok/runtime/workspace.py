@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_mok.runtime import abi
 from megatron_mok.runtime.engine import Engine, dtype_code, load_engine
-from megatron_mok.runtime.errors import MoKInvalidArgumentError, MoKUnsupportedError
-from megatron_mok.runtime.shared_memory import Segment, map_peer_segments
+from megatron_mok.runtime.errors import MoKInvalidArgumentError
+from megatron_mok.runtime.segments import Segment, map_peer_segments
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Workspace:
 
     Attributes:
         shape: what it was made for.
+        device: of the tensors it computes on.
         ep_size, ep_rank: the EP group, and this rank's place in it.
         nbytes: bytes of memory that this rank provides (shared and private).
         max_rows: padded rows in the worst case, when every route of the group comes to this rank.
@@ -101,9 +103,11 @@ class Workspace:
         shape: LayerShape,
         ep_rank: int,
         segments: list[Segment],
+        device: torch.device,
         options: RuntimeOptions,
     ):
         self.shape = shape
+        self.device = device
         self.options = options
         self.ep_size = len(segments)
         self.ep_rank = ep_rank
@@ -143,33 +147,35 @@ class Workspace:
             MoKUnsupportedError: no engine for the device, or the ranks cannot share memory.
         """
         options = options or RuntimeOptions()
+        device = _with_index(device)
         engine = load_engine(device.type)
-        if device.type != "cpu":
-            raise MoKUnsupportedError(
-                f"device is {device}: this version computes on CPU tensors only"
-            )
         ep_size = dist.get_world_size(group) if group is not None else 1
         ep_rank = dist.get_rank(group) if group is not None else 0
         _check_same_on_all_ranks(shape, group, ep_size)
-        layout = _layout(engine, _c_shape(shape, ep_size, ep_rank), options)
-        segments = map_peer_segments(layout.peer_bytes, group)
-        return cls(engine, shape, ep_rank, segments, options)
+        with _current(device):
+            layout = _layout(engine, _c_shape(shape, ep_size, ep_rank), options)
+            segments = map_peer_segments(engine, layout.peer_bytes, group)
+            return cls(engine, shape, ep_rank, segments, device, options)
 
     @classmethod
     def in_process(
-        cls, shape: LayerShape, ep_size: int, options: RuntimeOptions | None = None
+        cls,
+        shape: LayerShape,
+        ep_size: int,
+        options: RuntimeOptions | None = None,
+        device: torch.device | str = "cpu",
     ) -> list["Workspace"]:
-        """The workspaces of `ep_size` ranks that all live in this process, one thread each."""
-        options = options or RuntimeOptions()
-        engine = load_engine("cpu")
-        layout = _layout(engine, _c_shape(shape, ep_size, 0), options)
-        segments = [Segment.private(layout.peer_bytes) for _ in range(ep_size)]
-        return [cls(engine, shape, rank, segments, options) for rank in range(ep_size)]
+        """The workspaces of `ep_size` ranks that all live in this process.
 
-    @property
-    def device_type(self) -> str:
-        """Device type of the tensors it computes on."""
-        return "cpu"
+        Each needs its own thread on the CPU, its own stream on a GPU.
+        """
+        options = options or RuntimeOptions()
+        device = _with_index(torch.device(device))
+        engine = load_engine(device.type)
+        with _current(device):
+            layout = _layout(engine, _c_shape(shape, ep_size, 0), options)
+            segments = [Segment.allocate(engine, layout.peer_bytes) for _ in range(ep_size)]
+            return [cls(engine, shape, r, segments, device, options) for r in range(ep_size)]
 
     @property
     def engine(self) -> str:
@@ -180,7 +186,14 @@ class Workspace:
         """Calls `function` of the C ABI on this workspace."""
         if not self._destroy.alive:
             raise MoKInvalidArgumentError(f"{function}: the workspace is closed")
-        self._engine.call(function, self._pointer, ctypes.byref(args))
+        with _current(self.device):
+            self._engine.call(function, self._pointer, ctypes.byref(args))
+
+    def current_stream(self) -> int | None:
+        """The CUDA stream that calls go to, as the C ABI takes it; None on the CPU."""
+        if self.device.type == "cpu":
+            return None
+        return torch.cuda.current_stream(self.device).cuda_stream
 
     def close(self) -> None:
         """Frees the engine's memory. Peers must have finished their calls."""
@@ -212,7 +225,8 @@ def get_workspace(
     The first call is collective over the group; all ranks must ask for the same shapes in the same
     order, as they do when they build the same model.
     """
-    key = (group, shape, device.type, options)
+    device = _with_index(device)
+    key = (group, shape, device, options)
     if key not in _shared:
         _shared[key] = Workspace.create(shape, group, device, options)
     return _shared[key]
@@ -223,6 +237,17 @@ def release_workspaces() -> None:
     for workspace in _shared.values():
         workspace.close()
     _shared.clear()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Makes a CUDA device the current one: the engine allocates and launches there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _c_shape(shape: LayerShape, ep_size: int, ep_rank: int) -> abi.MokShape:
