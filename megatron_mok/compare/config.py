@@ -96,7 +96,6 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
     sequence_parallel: bool = False
-    ranks_per_gpu: int = 1  # more than 1: function only, needs the MPS daemon
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -131,11 +130,11 @@ class ParallelConfig:
                 "overlap_grad_reduce: true"
             )
         if device == "cpu":
-            for key in ("context_parallel_size", "ranks_per_gpu"):
-                if getattr(self, key) != 1:
-                    raise ConfigError(
-                        f"parallel.{key}: must be 1 with device: cpu (given: {getattr(self, key)})"
-                    )
+            if self.context_parallel_size != 1:
+                raise ConfigError(
+                    "parallel.context_parallel_size: must be 1 with device: cpu (given: "
+                    f"{self.context_parallel_size})"
+                )
             if self.sequence_parallel:
                 raise ConfigError(
                     "parallel.sequence_parallel: needs device: cuda (RMSNorm with sequence "

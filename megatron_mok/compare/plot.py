@@ -130,6 +130,5 @@ def _draw_throughput(axis, rows, colors, config) -> None:
     axis.tick_params(axis="x", length=0)
     note = "bars: median, lines: p10 to p90"
     if is_functional(config):
-        what = "CPU ranks" if config.device == "cpu" else "several ranks on one GPU"
-        note += f"\n{what}: not the speed of a GPU cluster"
+        note += "\nCPU ranks: says nothing about speed on GPUs"
     axis.set_xlabel(note, fontsize=8.5)

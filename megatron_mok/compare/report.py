@@ -51,7 +51,7 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
             f"{row.peak_gib:.2f}",
             f"{row.final_loss:.6f}",
             "-" if row.arm == first else difference,
-            "-" if row.speedup is None else f"{row.speedup:.2f}x",
+            f"{row.speedup:.2f}x",
         )
     grid.caption = f"loss differences over all steps, and speed, against {first}"
     grid.caption_justify = "left"
@@ -62,8 +62,7 @@ def print_report(console: Console, config: CompareConfig, results, rows: list[Ro
     """Print the table, then why arms failed and what the times do not say."""
     console.print(table(config, rows))
     if is_functional(config):
-        what = "CPU ranks" if config.device == "cpu" else "several ranks on one GPU"
-        console.print(f"Times are of {what}: they say nothing about speed on a GPU cluster.")
+        console.print("Times are of CPU ranks: they say nothing about speed on GPUs.")
     for result in results:
         if result.failure is not None:
             console.print(Text(f"{result.arm}: {result.failure}", style="red"))
@@ -81,7 +80,7 @@ def write_json(
     tree = {
         "command": command,
         "gpu": start.get("device") if on_gpu else None,
-        "n_gpus": config.parallel.ranks // config.parallel.ranks_per_gpu if on_gpu else 0,
+        "n_gpus": config.parallel.ranks if on_gpu else 0,
         "ranks": config.parallel.ranks,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),

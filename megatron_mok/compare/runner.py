@@ -1,5 +1,6 @@
 """Run the arms of a comparison one after the other from the same step-0 weights."""
 
+import importlib.util
 import os
 import shutil
 import time
@@ -63,9 +64,11 @@ def run_comparison(config: CompareConfig, out: Path, display: Display) -> list[A
 
     Raises:
         DataError: there is no usable data.
-        CompareError: the step-0 weights could not be made.
+        CompareError: this host cannot run it, or the step-0 weights could not be made.
         KeyboardInterrupt: after the children were ended.
     """
+    if config.device == "cuda":
+        _check_gpus(config.parallel.ranks)
     out.mkdir(parents=True, exist_ok=True)
     display.stage("data", None)
     dataset = prepare(config.data.source, config.data.max_bytes)
@@ -83,6 +86,22 @@ def run_comparison(config: CompareConfig, out: Path, display: Display) -> list[A
         return results
     finally:
         shutil.rmtree(step0, ignore_errors=True)  # as large as the model; the seed remakes it
+
+
+def _check_gpus(ranks: int) -> None:
+    import torch
+
+    found = torch.cuda.device_count()
+    if found < ranks:
+        raise CompareError(
+            f"parallel.ranks is {ranks}, with one GPU each, but this host has {found}; "
+            "lower it, or use device: cpu"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise CompareError(
+            "device: cuda needs Transformer Engine: pip install 'megatron-mok[te]', or use an "
+            "image that has it"
+        )
 
 
 def _make_step0(config, common, dataset: Dataset, step0: Path, display: Display) -> None:

@@ -17,13 +17,12 @@ class Row:
         step_ms, p10, p90: median and percentiles of the step time, without the first
             `train.skip_steps` steps, slowest rank of each step, in ms.
         tokens_per_s: tokens of a global batch / median step time.
-        tflops_per_gpu: Megatron's model FLOPs / median step time / ranks; on GPUs of one rank each.
+        tflops_per_gpu: Megatron's model FLOPs / median step time / ranks; None on CPU ranks.
         moe_share: median fraction of the step time in MoE layers, forward and backward.
         peak_gib: largest peak of any rank: device memory, or resident memory on CPU ranks.
         max_loss_diff: largest absolute difference of a step's loss to the first arm's.
         max_rel_loss_diff: the largest relative one.
-        speedup: first arm's median step time / this arm's; None where the times of several ranks
-            on one GPU would be compared.
+        speedup: first arm's median step time / this arm's.
         failure: why the arm has no valid result.
     """
 
@@ -46,8 +45,8 @@ class Row:
 
 
 def is_functional(config: CompareConfig) -> bool:
-    """Whether times say nothing about a GPU cluster: CPU ranks, or several ranks on one GPU."""
-    return config.device == "cpu" or config.parallel.ranks_per_gpu > 1
+    """Whether the run shows that arms work and agree, while its times say nothing about GPUs."""
+    return config.device == "cpu"
 
 
 def summarize(config: CompareConfig, results: list[ArmResult]) -> list[Row]:
@@ -88,9 +87,6 @@ def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> R
     per_gpu = None
     if not functional:
         per_gpu = history.start[0]["flops"] / (median * 1e-3) / config.parallel.ranks / 1e12
-    speedup = None
-    if config.parallel.ranks_per_gpu == 1:
-        speedup = float(np.median(timed_ms(config, first))) / median
     return Row(
         arm=result.arm,
         ep=ep,
@@ -105,6 +101,6 @@ def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> R
         final_loss=history.steps[-1].loss,
         max_loss_diff=max(absolute),
         max_rel_loss_diff=max(relative),
-        speedup=speedup,
+        speedup=float(np.median(timed_ms(config, first))) / median,
         functional=functional,
     )

@@ -31,7 +31,6 @@ def history(losses=LOSSES, scale=1.0, weights="w", tokens="t", peaks=(2**30, 2**
 def config(**changes):
     tree = changed("arms", ["alltoall", "mok"])
     tree["train"]["steps"] = len(LOSSES)
-    tree["parallel"].update(changes.pop("parallel", {}))
     return from_dict({**tree, **changes}, name="canned")
 
 
@@ -61,13 +60,6 @@ def test_gpu_rows_have_flops_and_are_not_functional():
     row = summarize(config(device="cuda"), RESULTS)[0]
     assert not row.functional
     assert row.tflops_per_gpu == pytest.approx(4e12 / 0.2 / 2 / 1e12)
-
-
-def test_no_speed_is_compared_between_ranks_that_share_a_gpu():
-    shared = config(device="cuda", parallel={"ranks_per_gpu": 2})
-    rows = summarize(shared, RESULTS)
-    assert rows[1].functional
-    assert rows[1].speedup is None
 
 
 def test_first_arm_that_ran_is_the_reference():
