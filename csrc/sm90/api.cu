@@ -1,6 +1,7 @@
 // The C ABI of the Hopper engine: argument checks, and errors as status codes.
 #include <new>
 
+#include "layout.cuh"
 #include "workspace.h"
 
 namespace {
@@ -82,9 +83,9 @@ void check_saved(const MokSaved& saved) {
 mok::sm90::ScheduleParams schedule_params(const MokWorkspace& ws, const MokRoutes& routes,
                                           mok::sm90::Op op) {
   // Ranks must also cut groups alike, which depends on their number of CTAs.
-  const int32_t tagged = static_cast<int32_t>(op) | ws.geometry.group_blocks << 8;
-  return {ws.geometry,   ws.local,          ws.peers,    ws.dog, tagged,
-          routes.tokens, routes.expert_ids, routes.probs};
+  const int32_t tagged = static_cast<int32_t>(op) | ws.geometry.min_group_blocks << 8;
+  return {ws.geometry, ws.local,      ws.peers,          ws.dog,
+          tagged,      routes.tokens, routes.expert_ids, routes.probs};
 }
 
 const char* check(const MokShape& shape) {
@@ -116,15 +117,17 @@ void run_forward(MokWorkspace& ws, const MokForwardArgs& args) {
   params.fc1_maps = maps.fc1;
   params.fc2_maps = maps.fc2;
   params.row_ring = ws.row_ring;
-  params.activation_ring = ws.activation_ring;
-  params.preact = static_cast<uint8_t*>(args.saved.preact);
   params.saved_blocks = static_cast<int32_t>(args.saved.rows / mok::kBlockRows);
   params.tokens = args.routes.tokens;
   params.expert_ids = args.routes.expert_ids;
   params.addend = static_cast<const uint8_t*>(args.addend);
   params.output = static_cast<uint8_t*>(args.output);
-  check_cuda(launch_forward(params, ws.row_map, ws.activation_map, ws.ctas, stream),
-             "launching the forward kernel");
+  ForwardMaps forward_maps = ws.forward_maps;
+  if (args.saved.rows > 0) {
+    forward_maps.store_preact = make_matrix_map(args.saved.preact, args.saved.rows,
+                                                2 * int64_t{ws.shape.ffn}, kWarpgroupRows);
+  }
+  check_cuda(launch_forward(params, forward_maps, ws.ctas, stream), "launching the forward kernel");
 }
 
 }  // namespace
@@ -147,8 +150,7 @@ MokStatus mok_layout(const MokShape* shape, const MokOptions* options, MokLayout
     if (error != cudaSuccess) return fail(MOK_ERR_SYSTEM, cudaGetErrorString(error));
   }
   layout->peer_bytes = mok::sm90::make_segment_layout(*shape).bytes;
-  layout->local_bytes =
-      mok::sm90::make_local_layout(mok::sm90::make_geometry(*shape, ctas)).bytes;
+  layout->local_bytes = mok::sm90::make_local_layout(mok::sm90::make_geometry(*shape, ctas)).bytes;
   layout->max_rows = mok::max_blocks(*shape) * mok::kBlockRows;
   return MOK_OK;
 }

@@ -25,6 +25,7 @@ enum WaitSite : int32_t {
   kWaitRows,
   kWaitActivations,
   kWaitCombine,
+  kWaitReduce,
   kPeerMismatch,
 };
 
@@ -71,33 +72,52 @@ struct CallState {
 
 // A row block as its tasks need it.
 struct BlockInfo {
-  int32_t expert;  // local
-  int32_t rows;    // that are not padding
+  int16_t expert;  // local
+  int16_t rows;    // that are not padding
+  int32_t group;
+};
+
+// Where the rows of one expert that come from this rank lie at its owner.
+struct ExpertRows {
+  int32_t first_block;  // of the expert
+  int32_t before_rank;  // rows of the expert from ranks before this one
+};
+
+// How the blocks of one expert are grouped at its owner.
+struct ExpertGroups {
+  int32_t first;         // group of its first block
+  int32_t chunk_blocks;  // every so many blocks begin the next group; large if they are not split
+
+  MOK_HD int32_t group_of(int32_t block_in_expert) const {
+    return first + block_in_expert / chunk_blocks;
+  }
 };
 
 // Private memory of a rank, sized for the worst case; see make_local_layout.
 struct LocalTables {
   CallState* state;
-  BlockInfo* blocks;             // [max_blocks]
-  uint32_t* rows_ready;          // [max_blocks] pieces of a block that have been pulled
-  uint32_t* activations_ready;   // [max_blocks] FC1 tiles of a block that have been stored
-  uint32_t* group_done;          // [max_groups + 1] FC2 tiles stored, +1 when all groups before are
-  int32_t* chunk_offsets;        // [E, max_chunks] routes of an expert in earlier chunks of tokens
-  int32_t* first_row;            // [E] where this rank's rows of an expert begin at its owner
-  int32_t* rank_groups;          // [ep_size] number of groups of each rank
-  uint16_t* route_group;         // [max_tokens, K] group of each route at its owner
-  int32_t* bucket;               // [kReduceBuckets, max_tokens] tokens to reduce
+  BlockInfo* blocks;            // [max_blocks]
+  int32_t* group_first_block;   // [max_blocks + 1]; num_groups + 1 are in use
+  uint32_t* rows_ready;         // [max_blocks] pieces of a block that have been pulled
+  uint32_t* activations_ready;  // [max_blocks] FC1 tiles of a block that have been stored
+  uint32_t* group_done;         // [max_blocks] FC2 tiles stored, +1 when all groups before are
+  int32_t* chunk_offsets;       // [E, max_chunks] routes of an expert in earlier chunks of tokens
+  ExpertRows* first_row;        // [E] where this rank's rows of an expert begin at its owner
+  ExpertGroups* expert_groups;  // [E] groups of every expert
+  int32_t* rank_groups;         // [ep_size] number of groups of each rank
+  uint16_t* route_group;        // [max_tokens, K] group of each route at its owner
+  int32_t* bucket;              // [kReduceBuckets, max_tokens] tokens to reduce
 };
 
 // Pointers into the peer segments.
 struct PeerTables {
   PeerFlags* flags[MOK_MAX_RANKS];
-  CallHeader* headers[MOK_MAX_RANKS];  // [2][ep_size]
-  int32_t* counts[MOK_MAX_RANKS];     // [2][ep_size][E]
-  MokRow* rows[MOK_MAX_RANKS];        // [max_blocks * kBlockRows]
+  CallHeader* headers[MOK_MAX_RANKS];    // [2][ep_size]
+  int32_t* counts[MOK_MAX_RANKS];        // [2][ep_size][E]
+  MokRow* rows[MOK_MAX_RANKS];           // [max_blocks * kBlockRows]
   const uint8_t* hidden[MOK_MAX_RANKS];  // [max_tokens, H] BF16
-  uint8_t* slots[MOK_MAX_RANKS];      // [max_tokens, K, H] BF16
-  uint64_t* progress[MOK_MAX_RANKS];  // [ep_size] progress_word of each rank
+  uint8_t* slots[MOK_MAX_RANKS];         // [max_tokens, K, H] BF16
+  uint64_t* progress[MOK_MAX_RANKS];     // [ep_size] progress_word of each rank
 };
 
 // Sizes of a call that never change in the life of a workspace.
@@ -112,10 +132,16 @@ struct Geometry {
   int32_t max_tokens;
   int32_t max_blocks;
   int32_t max_chunks;
-  int32_t fc1_tiles;     // tiles of kTileF columns
-  int32_t fc2_tiles;     // tiles of kTileN columns
-  int32_t group_blocks;  // row blocks of a group
-  int32_t ring_blocks;   // row blocks of both rings, a multiple of group_blocks
+  int32_t fc1_tiles;  // tiles of kTileF columns
+  int32_t fc2_tiles;  // tiles of kTileN columns
+  // Groups are whole experts, at least min_group_blocks together, so that each weight is read from
+  // memory in one group only; experts of more than max_group_blocks are split.
+  int32_t min_group_blocks;
+  int32_t max_group_blocks;
+  // A ring slot is reused once FC1 (rows) or FC2 (activations) of its last block is done. No task
+  // may wait for a larger ticket, so the rings hold the largest group, and the two largest.
+  int32_t row_ring_blocks;
+  int32_t activation_ring_blocks;
 };
 
 }  // namespace mok::sm90

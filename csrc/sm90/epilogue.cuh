@@ -9,12 +9,12 @@ namespace mok::sm90 {
 
 // Hand-over of one warpgroup's half of the staging tile.
 struct StagingHalf {
-  uint32_t rows;  // shared address of the warpgroup's first row
+  uint32_t data;  // shared address
   uint32_t full;  // barriers
   uint32_t free;
 
   MOK_DEVICE StagingHalf(uint32_t smem, int32_t warpgroup)
-      : rows(smem + SharedPlan::kStaging + warpgroup * kWarpgroupRows * kStagingPitch),
+      : data(smem + SharedPlan::kStaging + warpgroup * kStagingHalfBytes),
         full(smem + SharedPlan::kStagingFull + warpgroup * 8),
         free(smem + SharedPlan::kStagingFree + warpgroup * 8) {}
 
@@ -26,33 +26,41 @@ struct StagingHalf {
   }
 };
 
-// Writes 16 rows x `kColumns` of packed BF16 pairs at byte column `first_byte` of the staging rows.
-// pair(j, h): columns 8 j + 2 (lane % 4) and the next, of row 8 h + lane / 4.
-template <int32_t kColumns, typename Pair>
-MOK_DEVICE void stage_columns(uint32_t warp_rows, int32_t first_byte, Pair pair) {
-  const uint32_t lane = threadIdx.x % 32;
-#pragma unroll
-  for (int32_t h = 0; h < 2; ++h) {
-    const uint32_t row = warp_rows + (h * 8 + lane % 8) * kStagingPitch + first_byte;
-#pragma unroll
-    for (int32_t j = 0; j < kColumns / 8; j += 4) {
-      store_matrix_x4(row + (j + lane / 8) * 16, pair(j, h), pair(j + 1, h), pair(j + 2, h),
-                      pair(j + 3, h));
-    }
+// Where 8 columns of a row go: as linear rows, to be pushed one by one.
+struct LinearRows {
+  MOK_DEVICE static uint32_t offset(uint32_t row, uint32_t column8) {
+    return row * kStagingPitch + column8 * 16;
   }
-}
+};
 
-// Stages what `pair` yields and tells the store warp. `cursor` counts uses of the half.
-template <int32_t kColumns, typename Pair>
+// As boxes of 64 columns in 128-byte swizzle, for tensor stores.
+struct SwizzledBoxes {
+  MOK_DEVICE static uint32_t offset(uint32_t row, uint32_t column8) {
+    return column8 / 8 * kBoxBytes + row * 128 + (column8 % 8 ^ row % 8) * 16;
+  }
+};
+
+// Stages `kColumns` columns of the warpgroup's half and tells the store warp. pair(j, h) yields, as
+// packed BF16, columns 8 j + 2 (lane % 4) and the next of the warp's row 8 h + lane / 4. `cursor`
+// counts uses of the half.
+template <typename Layout, int32_t kColumns, typename Pair>
 MOK_DEVICE void stage_tile(const StagingHalf& half, RingCursor<1>& cursor, const Watchdog& dog,
                            Pair pair) {
   wait_barrier(half.free, cursor.parity, dog, kWaitStagingFree);
   cursor.advance();
-  const uint32_t warp = threadIdx.x / 32 % 4;
-  stage_columns<kColumns>(half.rows + warp * 16 * kStagingPitch, 0, pair);
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t first_row = threadIdx.x / 32 % 4 * 16 + lane % 8;
+#pragma unroll
+  for (int32_t h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int32_t j = 0; j < kColumns / 8; j += 4) {
+      store_matrix_x4(half.data + Layout::offset(first_row + h * 8, j + lane / 8), pair(j, h),
+                      pair(j + 1, h), pair(j + 2, h), pair(j + 3, h));
+    }
+  }
   fence_proxy_shared();
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(half.full);
+  if (lane == 0) barrier_arrive(half.full);
 }
 
 // The accumulators themselves.
@@ -63,20 +71,32 @@ struct PlainPairs {
   }
 };
 
-MOK_DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+// silu(x) = x / (1 + exp(-x)) of two values with one reciprocal. The clamp keeps the product of
+// both denominators finite; below it silu is smaller than 1e-17.
+MOK_DEVICE float2 silu2(float x, float y) {
+  constexpr float kClamp = -43.0f;
+  const float a = 1.0f + __expf(-fmaxf(x, kClamp));
+  const float b = 1.0f + __expf(-fmaxf(y, kClamp));
+  const float r = __fdividef(1.0f, a * b);
+  return make_float2(x * (r * b), y * (r * a));
+}
 
 // prob * silu(gate) * up, with gate in columns 0..127 of the tile and up in 128..255, so that both
 // are in one thread. They are rounded to BF16 first: forward, recomputed and saved ones then agree.
 struct SwiGluPairs {
-  const float (&acc)[128];
-  float prob[2];  // of rows lane / 4 and 8 + lane / 4
+  uint32_t pairs[32];
 
-  MOK_DEVICE uint32_t operator()(int32_t j, int32_t h) const {
-    const uint32_t gate = pack_bf16(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
-    const uint32_t up = pack_bf16(acc[64 + 4 * j + 2 * h], acc[64 + 4 * j + 2 * h + 1]);
-    return pack_bf16(prob[h] * (silu(bf16_low(gate)) * bf16_low(up)),
-                     prob[h] * (silu(bf16_high(gate)) * bf16_high(up)));
+  // prob: of rows lane / 4 and 8 + lane / 4.
+  MOK_DEVICE SwiGluPairs(const float (&acc)[128], const float (&prob)[2]) {
+#pragma unroll
+    for (int32_t i = 0; i < 32; ++i) {  // i = 2 j + h
+      const uint32_t gate = pack_bf16(acc[2 * i], acc[2 * i + 1]);
+      const uint32_t up = pack_bf16(acc[64 + 2 * i], acc[64 + 2 * i + 1]);
+      const float2 s = silu2(bf16_low(gate), bf16_high(gate));
+      pairs[i] = pack_bf16(prob[i % 2] * (s.x * bf16_low(up)), prob[i % 2] * (s.y * bf16_high(up)));
+    }
   }
+  MOK_DEVICE uint32_t operator()(int32_t j, int32_t h) const { return pairs[2 * j + h]; }
 };
 
 }  // namespace mok::sm90

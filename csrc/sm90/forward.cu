@@ -1,9 +1,8 @@
-// The forward kernel: pull dispatch, FC1 with SwiGLU, FC2 with push, and the ordered reduction, in one
-// persistent launch. Warps have fixed roles; tasks are claimed in order, so a CTA that has not
+// The forward kernel: pull dispatch, FC1 with SwiGLU, FC2 with push, and the ordered reduction, in
+// one persistent launch. Warps have fixed roles; tasks are claimed in order, so a CTA that has not
 // started holds no work and every wait is for work that some running CTA holds.
-#include "forward.h"
-
 #include "epilogue.cuh"
+#include "forward.h"
 #include "gemm_mainloop.cuh"
 #include "mover.cuh"
 #include "reduce.cuh"
@@ -29,31 +28,39 @@ MOK_DEVICE Readiness task_readiness(const Task& task, const ForwardParams& p) {
   return {p.local.activations_ready + task.block, static_cast<uint32_t>(p.geometry.fc1_tiles)};
 }
 
+// Weights are brought into L2 so many K steps before they are loaded: loads then wait for L2 only, which
+// three stages can cover.
+constexpr int32_t kPrefetchSteps = 4;
+
 // A task looked up ahead of its turn, so that neither the ticket nor the flag costs time later.
 struct NextTask {
   Task task;
-  bool ready;
+  bool ready;  // its left operand may be loaded
+  bool leads;  // its block is the first of its expert and group: it prefetches for the others
 
-  MOK_DEVICE NextTask(uint32_t ticket, int32_t num_blocks, const ForwardParams& p)
-      : task(decode_forward(static_cast<int32_t>(ticket), num_blocks, p.geometry)), ready(false) {
+  MOK_DEVICE NextTask(uint32_t ticket, TicketDecoder& decoder, const ForwardParams& p)
+      : task(decoder.decode(static_cast<int32_t>(ticket), p.geometry)), ready(false), leads(false) {
     if (task.phase == kNoTask) return;
-    const BlockInfo block = p.local.blocks[task.block];
-    task.expert = block.expert;
-    task.rows = block.rows;
     const Readiness flag = task_readiness(task, p);
     ready = load_relaxed(flag.counter) >= flag.target;
+    describe_block(task, p);
+    if (task.block == 0) {
+      leads = true;
+    } else {
+      const BlockInfo before = p.local.blocks[task.block - 1];
+      leads = before.expert != task.expert || before.group != task.group;
+    }
     if (ready) acquire_for_copies();
   }
 };
 
-MOK_DEVICE void load_role(const ForwardParams& p, const CUtensorMap* row_map,
-                          const CUtensorMap* activation_map, uint32_t smem) {
+MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint32_t smem) {
   const Geometry& g = p.geometry;
-  uint32_t* tickets = &p.local.state->counters.task_ticket;
-  const int32_t num_blocks = p.local.state->num_blocks;
   StageCursor stage(1);
   RingCursor<kTaskSlots> slot(1);
-  NextTask next(atomicAdd(tickets, 1u), num_blocks, p);
+  uint32_t* tickets = &p.local.state->counters.task_ticket;
+  TicketDecoder decoder(p);
+  NextTask next(atomicAdd(tickets, 1u), decoder, p);
   while (true) {
     const Task task = next.task;
     if (!TaskRing::publish(smem, task, slot, p.dog) || task.phase == kNoTask) return;
@@ -66,10 +73,11 @@ MOK_DEVICE void load_role(const ForwardParams& p, const CUtensorMap* row_map,
       acquire_for_copies();
     }
     const uint32_t ticket = atomicAdd(tickets, 1u);
+    const bool leads = next.leads;
     const bool fc1 = task.phase == MOK_PHASE_FC1;
-    const CUtensorMap* map_a = fc1 ? row_map : activation_map;
+    const CUtensorMap* map_a = fc1 ? &maps.rows : &maps.activations;
     const CUtensorMap* map_b = (fc1 ? p.fc1_maps : p.fc2_maps) + task.expert;
-    const int32_t row = task.block % g.ring_blocks * kTileM;
+    const int32_t row = task.block % (fc1 ? g.row_ring_blocks : g.activation_ring_blocks) * kTileM;
     const int32_t steps = k_steps(task.phase, g);
     for (int32_t k = 0; k < steps; ++k) {
       if (!wait_barrier(StageRing::empty(smem, stage.slot), stage.parity, p.dog, kWaitStageEmpty)) {
@@ -77,16 +85,26 @@ MOK_DEVICE void load_role(const ForwardParams& p, const CUtensorMap* row_map,
       }
       const uint32_t full = StageRing::full(smem, stage.slot);
       barrier_expect(full, kStageBytes);
-      load_tensor_2d(StageRing::operand_a(smem, stage.slot), map_a, full, k * kTileK, row);
+      load_tensor_2d(StageRing::operand_a(smem, stage.slot), map_a, full, k * kTileK, row,
+                     CachePolicy::kEvictLast);
       if (fc1) {
         load_tensor_3d(StageRing::operand_b(smem, stage.slot), map_b, full, k * kTileK,
-                       task.tile * kTileF, 0);
+                       task.tile * kTileF, 0, CachePolicy::kNormal);
       } else {
         load_tensor_2d(StageRing::operand_b(smem, stage.slot), map_b, full, k * kTileK,
-                       task.tile * kTileN);
+                       task.tile * kTileN, CachePolicy::kNormal);
       }
       stage.advance();
-      if (k == min(kStages, steps) - 1) next = NextTask(ticket, num_blocks, p);
+      if (leads && k + kPrefetchSteps < steps) {
+        const int32_t x = (k + kPrefetchSteps) * kTileK;
+        if (fc1) {
+          prefetch_tensor_3d(map_b, x, task.tile * kTileF, 0);
+        } else {
+          prefetch_tensor_2d(map_b, x, task.tile * kTileN);
+        }
+      }
+      // Here the math warps are busy with the end of the tile before, and all stages are filled.
+      if (k == min(kStages, steps) - 1) next = NextTask(ticket, decoder, p);
     }
   }
 }
@@ -127,31 +145,39 @@ MOK_DEVICE void math_role(const ForwardParams& p, uint32_t smem, int32_t warpgro
     multiply_tile(acc, k_steps(task.phase, g), has_rows, smem, warpgroup, stage, p.dog);
     if (!has_rows) continue;
     const PlainPairs plain{acc};
-    if (!fc1 || task.block < p.saved_blocks) stage_tile<kTileN>(half, staging, p.dog, plain);
-    if (fc1) stage_tile<kTileF>(half, staging, p.dog, SwiGluPairs{acc, {prob[0], prob[1]}});
+    if (!fc1) {
+      stage_tile<LinearRows, kTileN>(half, staging, p.dog, plain);
+      continue;
+    }
+    if (task.block < p.saved_blocks) {
+      stage_tile<SwizzledBoxes, kTileN>(half, staging, p.dog, plain);
+    }
+    // Computed before the wait inside stage_tile, to overlap with the store of pre-activations.
+    const SwiGluPairs activations(acc, prob);
+    stage_tile<SwizzledBoxes, kTileF>(half, staging, p.dog, activations);
   }
 }
 
 // ---- Store warp --------------------------------------------------------------------------------
 
-// Copies staged rows out, half by half as they are staged, and gives the staging tile back.
-struct StagedRows {
+// Hands the staged halves of a tile to `copy_half(half, shared address)`, one after the other, and
+// gives the staging tile back. One lane issues all copies: addresses are then warp-uniform, as the
+// copy instructions want them; with an address per lane each copy would take a loop over the lanes.
+struct StagedTile {
   uint32_t smem;
   int32_t halves;         // that hold real rows
   uint32_t& full_parity;  // bit h: of half h's full barrier
 
-  // copy(row, shared address of the row), by one lane for each row.
-  template <typename Copy>
-  MOK_DEVICE bool drain(const Watchdog& dog, Copy copy) const {
+  template <typename CopyHalf>
+  MOK_DEVICE bool drain(const Watchdog& dog, CopyHalf copy_half) const {
     const int32_t lane = threadIdx.x % 32;
-    for (int32_t h = 0; h < halves; ++h) {
+#pragma unroll
+    for (int32_t h = 0; h < kMathWarpgroups; ++h) {
+      if (h == halves) break;
       const StagingHalf half(smem, h);
       if (!wait_barrier(half.full, full_parity >> h & 1, dog, kWaitStagingFull)) return false;
       full_parity ^= 1u << h;
-#pragma unroll
-      for (int32_t i = 0; i < kWarpgroupRows; i += 32) {
-        copy(h * kWarpgroupRows + i + lane, half.rows + (i + lane) * kStagingPitch);
-      }
+      copy_half(h, half.data);
     }
     commit_bulk_group();
     wait_bulk_read();
@@ -161,38 +187,42 @@ struct StagedRows {
   }
 };
 
-MOK_DEVICE bool store_fc1(const Task& task, const ForwardParams& p, const StagedRows& staged) {
-  const Geometry& g = p.geometry;
-  const int32_t first_column = task.tile * kTileF;
-  const int32_t bytes = min(kTileF, g.ffn - first_column) * 2;
-  const int64_t row_bytes = int64_t{g.ffn} * 2;
-  if (task.block < p.saved_blocks) {
-    uint8_t* gate = p.preact + int64_t{task.block} * kBlockRows * 2 * row_bytes + first_column * 2;
-    if (!staged.drain(p.dog, [&](int32_t row, uint32_t source) {
-          uint8_t* destination = gate + row * 2 * row_bytes;
-          store_bulk(destination, source, bytes);
-          store_bulk(destination + row_bytes, source + kTileF * 2, bytes);
-        })) {
-      return false;
-    }
+// Stores boxes of a half whose columns lie before F; `first_column` is that of box 0 in the matrix.
+MOK_DEVICE void store_boxes(const CUtensorMap* map, uint32_t data, int32_t boxes,
+                            int32_t first_column, int32_t row) {
+  if (!elect_one()) return;
+  for (int32_t i = 0; i < boxes; ++i) {
+    store_tensor_2d(map, data + i * kBoxBytes, first_column + i * kBoxColumns, row);
   }
-  const int32_t group = task.block / g.group_blocks;
-  const int32_t ring_groups = g.ring_blocks / g.group_blocks;
-  if (group >= ring_groups) {  // FC2 has read what was here before
-    if (!wait_progress(p.peers.progress[g.rank] + g.rank, p.local.state->epoch,
-                       group - ring_groups + 1, p.dog, kWaitActivationRing, task.block)) {
+}
+
+MOK_DEVICE bool store_fc1(const Task& task, const ForwardParams& p, const ForwardMaps& maps,
+                          const StagedTile& staged) {
+  const Geometry& g = p.geometry;
+  const int32_t column = task.tile * kTileF;
+  const int32_t boxes = min(kTileF, g.ffn - column) / kBoxColumns;
+  if (task.block < p.saved_blocks) {
+    const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
+      const int32_t row = task.block * kTileM + h * kWarpgroupRows;
+      store_boxes(&maps.store_preact, data, boxes, column, row);
+      store_boxes(&maps.store_preact, data + kTileF / kBoxColumns * kBoxBytes, boxes,
+                  g.ffn + column, row);
+    });
+    if (!ok) return false;
+  }
+  if (task.block >= g.activation_ring_blocks) {  // FC2 has read what was here before
+    const int32_t last = p.local.blocks[task.block - g.activation_ring_blocks].group;
+    if (!wait_progress(p.peers.progress[g.rank] + g.rank, p.local.state->epoch, last + 1, p.dog,
+                       kWaitActivationRing, task.block)) {
       return false;
     }
     acquire_for_copies();
   }
-  uint8_t* activations = p.activation_ring +
-                         int64_t{task.block % g.ring_blocks} * kBlockRows * row_bytes +
-                         first_column * 2;
-  if (!staged.drain(p.dog, [&](int32_t row, uint32_t source) {
-        store_bulk(activations + row * row_bytes, source, bytes);
-      })) {
-    return false;
-  }
+  const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
+    store_boxes(&maps.store_activations, data, boxes, column,
+                task.block % g.activation_ring_blocks * kTileM + h * kWarpgroupRows);
+  });
+  if (!ok) return false;
   finish_bulk_stores();
   __syncwarp();
   if (threadIdx.x % 32 == 0) release_add(p.local.activations_ready + task.block, 1);
@@ -204,8 +234,8 @@ MOK_DEVICE void report_progress(const Task& task, const ForwardParams& p) {
   const Geometry& g = p.geometry;
   const CallState& state = *p.local.state;
   const int32_t lane = threadIdx.x % 32;
-  for (int32_t group = task.block / g.group_blocks; group < state.num_groups; ++group) {
-    const int32_t blocks = min(g.group_blocks, state.num_blocks - group * g.group_blocks);
+  for (int32_t group = task.group; group < state.num_groups; ++group) {
+    const int32_t blocks = p.local.group_first_block[group + 1] - p.local.group_first_block[group];
     const uint32_t target = blocks * g.fc2_tiles + (group > 0 ? 1 : 0);
     bool complete = false;
     if (lane == 0) {
@@ -219,45 +249,54 @@ MOK_DEVICE void report_progress(const Task& task, const ForwardParams& p) {
   }
 }
 
-MOK_DEVICE bool store_fc2(const Task& task, const ForwardParams& p, const StagedRows& staged) {
+// Pushes rows to their slots at their owners.
+MOK_DEVICE bool store_fc2(const Task& task, const ForwardParams& p, const StagedTile& staged) {
   const Geometry& g = p.geometry;
   const int32_t lane = threadIdx.x % 32;
   const int64_t row_bytes = int64_t{g.hidden} * 2;
   const int32_t bytes = min(kTileN, g.hidden - task.tile * kTileN) * 2;
-  uint8_t* destination[kTileM / 32];
+  uint64_t slot[kTileM / 32];  // of rows lane, lane + 32, ...
 #pragma unroll
   for (int32_t i = 0; i < kTileM / 32; ++i) {
     const int32_t r = i * 32 + lane;
     if (r >= task.rows) continue;
     const MokRow row = p.peers.rows[g.rank][int64_t{task.block} * kBlockRows + r];
-    destination[i] = p.peers.slots[row.rank] + (int64_t{row.token} * g.topk + row.k) * row_bytes +
-                     task.tile * kTileN * 2;
+    slot[i] = reinterpret_cast<uint64_t>(p.peers.slots[row.rank] +
+                                         (int64_t{row.token} * g.topk + row.k) * row_bytes +
+                                         task.tile * kTileN * 2);
   }
-  if (!staged.drain(p.dog, [&](int32_t row, uint32_t source) {
-        uint8_t* to = nullptr;
+  const bool leader = elect_one();
+  const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
 #pragma unroll
-        for (int32_t i = 0; i < kTileM / 32; ++i) {
-          if (row / 32 == i) to = destination[i];
+    for (int32_t i = 0; i < kWarpgroupRows / 32; ++i) {
+      const int32_t first = h * kWarpgroupRows + i * 32;
+      const int32_t rows = min(32, task.rows - first);
+#pragma unroll 4
+      for (int32_t r = 0; r < rows; ++r) {
+        const uint64_t to = __shfl_sync(~0u, slot[first / 32], r);
+        if (leader) {
+          store_bulk(reinterpret_cast<void*>(to), data + (i * 32 + r) * kStagingPitch, bytes,
+                     CachePolicy::kEvictFirst);
         }
-        if (row < task.rows) store_bulk(to, source, bytes);
-      })) {
-    return false;
-  }
+      }
+    }
+  });
+  if (!ok) return false;
   finish_bulk_stores();
   __syncwarp();
   report_progress(task, p);
   return true;
 }
 
-MOK_DEVICE void store_role(const ForwardParams& p, uint32_t smem) {
+MOK_DEVICE void store_role(const ForwardParams& p, const ForwardMaps& maps, uint32_t smem) {
   RingCursor<kTaskSlots> slot(0);
   uint32_t full_parity = 0;
   while (true) {
     const Task task = TaskRing::next(smem, slot, p.dog);
     if (task.phase == kNoTask) return;
-    const StagedRows staged{smem, task.rows > kWarpgroupRows ? 2 : 1, full_parity};
-    const bool ok = task.phase == MOK_PHASE_FC1 ? store_fc1(task, p, staged)
-                                                : store_fc2(task, p, staged);
+    const StagedTile staged{smem, task.rows > kWarpgroupRows ? 2 : 1, full_parity};
+    const bool ok =
+        task.phase == MOK_PHASE_FC1 ? store_fc1(task, p, maps, staged) : store_fc2(task, p, staged);
     if (!ok) return;
   }
 }
@@ -277,8 +316,7 @@ MOK_DEVICE bool rows_have_arrived(const ForwardParams& p) {
 
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p,
-                   const __grid_constant__ CUtensorMap row_map,
-                   const __grid_constant__ CUtensorMap activation_map) {
+                   const __grid_constant__ ForwardMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = shared_address(shared);
   const int32_t warp = warp_uniform(threadIdx.x / 32);
@@ -288,6 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     TaskRing::init(smem);
     StagingHalf::init(smem);
     MoverChunks::init(smem);
+    ReduceBuffers::init(smem);
     fence_barrier_init();
     fence_proxy_shared();
   }
@@ -296,19 +335,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup < kMathWarpgroups) {
     grow_registers<kMathRegisters>();
     math_role(p, smem, warpgroup);
-    reduce_tokens<8>(p);
+    reduce_tokens(p);
   } else {
     shrink_registers<kFeedRegisters>();
     if (warp == kLoadWarp) {
       acquire_tensor_maps(p.fc1_maps, p.geometry.local_experts);
       acquire_tensor_maps(p.fc2_maps, p.geometry.local_experts);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) load_role(p, &row_map, &activation_map, smem);
+      if (threadIdx.x % 32 == 0) load_role(p, maps, smem);
       __syncwarp();
     } else if (warp == kStoreWarp) {
-      store_role(p, smem);
-    } else if (dispatch_rows(p, smem, warp - kFirstMover)) {
-      reduce_tokens<4>(p);
+      store_role(p, maps, smem);
+    } else {
+      mover_role(p, maps, smem, warp - kFirstMover);
     }
     wait_bulk_done();
   }
@@ -317,12 +356,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-cudaError_t launch_forward(const ForwardParams& params, const CUtensorMap& row_map,
-                           const CUtensorMap& activation_map, int32_t ctas, cudaStream_t stream) {
+cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps, int32_t ctas,
+                           cudaStream_t stream) {
   cudaError_t error = cudaFuncSetAttribute(
       forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedPlan::kBytes);
   if (error != cudaSuccess) return error;
-  forward_kernel<<<ctas, kThreads, SharedPlan::kBytes, stream>>>(params, row_map, activation_map);
+  forward_kernel<<<ctas, kThreads, SharedPlan::kBytes, stream>>>(params, maps);
   return cudaGetLastError();
 }
 

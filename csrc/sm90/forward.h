@@ -16,18 +16,23 @@ struct ForwardParams {
   const CUtensorMap* fc1_maps;  // [L] in device memory; box: 64 of K, 128 of F, gate and up
   const CUtensorMap* fc2_maps;  // [L] box: 64 of K, 256 of H
   uint8_t* row_ring;            // [ring_blocks * kBlockRows, H] BF16
-  uint8_t* activation_ring;     // [ring_blocks * kBlockRows, F] BF16
-  uint8_t* preact;              // [saved_blocks * kBlockRows, 2F] BF16
-  int32_t saved_blocks;
+  int32_t saved_blocks;         // row blocks whose pre-activations are kept
   int32_t tokens;
   const int32_t* expert_ids;  // [T, K]
   const uint8_t* addend;      // [T, H] BF16 or NULL
   uint8_t* output;            // [T, H] BF16
 };
 
-// Launches on `ctas` CTAs; row_map and activation_map: boxes of 64 x 128 over the rings.
-cudaError_t launch_forward(const ForwardParams& params, const CUtensorMap& row_map,
-                           const CUtensorMap& activation_map, int32_t ctas, cudaStream_t stream);
+struct ForwardMaps {
+  CUtensorMap rows;               // row ring, boxes of 128 rows and 64 columns
+  CUtensorMap activations;        // activation ring, likewise
+  CUtensorMap store_activations;  // boxes of 64 rows and 64 columns
+  CUtensorMap store_preact;       // likewise over the saved pre-activations; unused if none are
+  CUtensorMap slots;  // own slots, boxes of K rows and reduce_columns(K) columns, linear
+};
+
+cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps, int32_t ctas,
+                           cudaStream_t stream);
 
 }  // namespace mok::sm90
 

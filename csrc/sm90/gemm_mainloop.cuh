@@ -40,10 +40,10 @@ MOK_DEVICE uint64_t k_major_descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | kLeading | kStride | kSwizzle128;
 }
 
-// Multiplies `k_steps` stages into `acc`, replacing what it held. One multiply stays in flight while
-// the stage before is given back. A warpgroup without real rows only takes part in the barriers:
-// the tensor cores are then left to the other, and the tile takes half the time.
-// Failed waits are not acted on here: math warps leave at the next task.
+// Multiplies `k_steps` stages into `acc`, replacing what it held. One multiply stays in flight
+// while the stage before is given back. A warpgroup without real rows only takes part in the
+// barriers: the tensor cores are then left to the other, and the tile takes half the time. Failed
+// waits are not acted on here: math warps leave at the next task.
 MOK_DEVICE void multiply_tile(float (&acc)[128], int32_t k_steps, bool has_rows, uint32_t smem,
                               int32_t warpgroup, StageCursor& cursor, const Watchdog& dog) {
   const bool leader = threadIdx.x % 32 == 0;

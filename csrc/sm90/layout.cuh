@@ -9,7 +9,8 @@
 namespace mok::sm90 {
 
 // A task computes one 128 x 256 tile, K in steps of 64 (one 128-byte swizzle atom of BF16). At this
-// tile the operands take 8 TB/s from L2 at full rate, near its limit; smaller tiles would exceed it.
+// tile the operands take 8 TB/s from L2 at full rate, near its limit; smaller tiles would exceed
+// it.
 constexpr int32_t kTileM = 128;
 constexpr int32_t kTileN = 256;
 constexpr int32_t kTileK = 64;
@@ -23,9 +24,9 @@ constexpr int32_t kTileF = kTileN / 2;
 constexpr int32_t kMathWarpgroups = 2;
 constexpr int32_t kMathWarps = 4 * kMathWarpgroups;
 constexpr int32_t kWarpgroupRows = kTileM / kMathWarpgroups;
-constexpr int32_t kLoadWarp = kMathWarps;       // claims tasks, issues tensor loads
-constexpr int32_t kStoreWarp = kMathWarps + 1;  // stores finished tiles, raises flags
-constexpr int32_t kFirstMover = kMathWarps + 2; // pull rows, reduce combined rows
+constexpr int32_t kLoadWarp = kMathWarps;        // claims tasks, issues tensor loads
+constexpr int32_t kStoreWarp = kMathWarps + 1;   // stores finished tiles, raises flags
+constexpr int32_t kFirstMover = kMathWarps + 2;  // pull rows, reduce combined rows
 constexpr int32_t kMovers = 2;
 constexpr int32_t kThreads = 32 * (kMathWarps + 2 + kMovers);
 constexpr int32_t kMathRegisters = 224;
@@ -37,14 +38,28 @@ constexpr int32_t kOperandABytes = kTileM * kTileK * 2;
 constexpr int32_t kOperandBBytes = kTileN * kTileK * 2;
 constexpr int32_t kStageBytes = kOperandABytes + kOperandBBytes;
 
-// The output tile waits here for the store warp. Rows are padded by 16 bytes: a bulk copy needs
-// linear rows, and at a pitch of 512 bytes every matrix store would be an 8-way bank conflict.
+// The output tile waits here for the store warp, a half for each math warpgroup. Rows that are
+// pushed one by one must be linear; they are padded by 16 bytes, for at a pitch of 512 bytes every
+// matrix store would be an 8-way bank conflict. Tiles of a matrix are boxes of 64 columns in
+// 128-byte swizzle, as tensor stores take them.
 constexpr int32_t kStagingPitch = kTileN * 2 + 16;
-constexpr int32_t kStagingBytes = kTileM * kStagingPitch;
+constexpr int32_t kStagingHalfBytes = kWarpgroupRows * kStagingPitch;
+constexpr int32_t kStagingBytes = kMathWarpgroups * kStagingHalfBytes;
+constexpr int32_t kBoxColumns = 64;
+constexpr int32_t kBoxBytes = kWarpgroupRows * kBoxColumns * 2;
+static_assert(kTileN / kBoxColumns * kBoxBytes <= kStagingHalfBytes, "a tile also fits as boxes");
+static_assert(kStagingHalfBytes % 1024 == 0, "alignment of the swizzle");
 
-// Each mover copies through its own chunks, so many in flight at a time.
+// Each mover copies rows through its own chunks, so many in flight at a time. To reduce, it loads
+// the K rows of a token through the same memory, some columns at a time, in two buffers.
 constexpr int32_t kMoverChunkBytes = 2048;
 constexpr int32_t kMoverChunks = 4;
+constexpr int32_t kReduceBufferBytes = kMoverChunks * kMoverChunkBytes / 2;
+
+// Columns of a token that are reduced at a time: what K rows of them leave room for, at most 8 a
+// lane.
+MOK_HD constexpr int32_t reduce_columns(int32_t topk) { return topk <= 8 ? 256 : topk <= 16 ? 128 : 64; }
+static_assert(MOK_MAX_TOPK * reduce_columns(MOK_MAX_TOPK) * 2 <= kReduceBufferBytes);
 
 // Tasks claimed but not yet stored: one loading, one multiplying, one storing.
 constexpr int32_t kTaskSlots = 4;
@@ -62,9 +77,10 @@ struct SharedPlan {
   static constexpr uint32_t kStagingFull = kTaskEmpty + kTaskSlots * 8;
   static constexpr uint32_t kStagingFree = kStagingFull + kMathWarpgroups * 8;
   static constexpr uint32_t kMoverFull = kStagingFree + kMathWarpgroups * 8;
-  static constexpr uint32_t kBytes = kMoverFull + kMovers * kMoverChunks * 8;
+  static constexpr uint32_t kReduceFull = kMoverFull + kMovers * kMoverChunks * 8;
+  static constexpr uint32_t kBytes = kReduceFull + kMovers * 2 * 8;
 };
-static_assert(SharedPlan::kStaging % 1024 == 0 && SharedPlan::kMoverChunk % 16 == 0 &&
+static_assert(SharedPlan::kStaging % 1024 == 0 && SharedPlan::kMoverChunk % 128 == 0 &&
                   SharedPlan::kTasks % 16 == 0,
               "alignment of swizzled tiles, bulk copies and tasks");
 static_assert(SharedPlan::kBytes <= 232448, "shared memory of one CTA on sm_90");

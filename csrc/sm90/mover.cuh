@@ -1,9 +1,11 @@
-// Pull dispatch: mover warps copy rows from their owners into the row ring, ahead of FC1.
+// Mover warps: pull dispatch, which copies rows from their owners into the row ring ahead of FC1,
+// and the reduction of tokens that are complete.
 #ifndef MOK_SM90_MOVER_CUH_
 #define MOK_SM90_MOVER_CUH_
 
 #include "forward.h"
 #include "layout.cuh"
+#include "reduce.cuh"
 #include "sync.cuh"
 
 namespace mok::sm90 {
@@ -61,40 +63,80 @@ MOK_DEVICE bool copy_rows(const uint8_t* source, uint8_t* destination, int32_t r
   return true;
 }
 
-// Pulls pieces in ticket order until none is left. False after a failed wait.
-MOK_DEVICE bool dispatch_rows(const ForwardParams& p, uint32_t smem, int32_t mover) {
-  const Geometry& g = p.geometry;
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t row_bytes = g.hidden * 2;
-  const int32_t num_pieces = p.local.state->num_blocks * kPieces;
-  MoverChunks mine(smem, mover, lane);
-  while (true) {
-    int32_t ticket = 0;
-    if (lane == 0) ticket = atomicAdd(&p.local.state->counters.dispatch_ticket, 1u);
-    ticket = warp_uniform(ticket);
-    if (ticket >= num_pieces) return true;
-    const int32_t block = ticket / kPieces;
-    const int32_t first_row = ticket % kPieces * kPieceRows;
-    const int32_t rows = min(p.local.blocks[block].rows - first_row, kPieceRows);
+// A claimed piece of a row block.
+struct DispatchPiece {
+  int32_t block;  // -1: there are no more
+  int32_t first_row;
+  int32_t rows;  // that are not padding; may be 0 or less
 
-    if (block >= g.ring_blocks) {  // FC1 has read what was here before
-      if (!wait_counter(p.local.activations_ready + block - g.ring_blocks, g.fc1_tiles, p.dog,
-                        kWaitRowRing, block)) {
-        return false;
-      }
-      acquire_for_copies();
+  MOK_DEVICE DispatchPiece(const ForwardParams& p, int32_t num_blocks) : block(-1) {
+    int32_t ticket = 0;
+    if (threadIdx.x % 32 == 0) {
+      ticket = atomicAdd(&p.local.state->counters.dispatch_ticket, 1u);
     }
+    ticket = warp_uniform(ticket);
+    if (ticket >= num_blocks * kPieces) return;
+    block = ticket / kPieces;
+    first_row = ticket % kPieces * kPieceRows;
+    rows = min(p.local.blocks[block].rows - first_row, kPieceRows);
+  }
+
+  // Whether FC1 has read what its place in the ring held before.
+  MOK_DEVICE bool ready(const ForwardParams& p) const {
+    const int32_t before = block - p.geometry.row_ring_blocks;
+    return before < 0 || load_relaxed(p.local.activations_ready + before) >= p.geometry.fc1_tiles;
+  }
+
+  // Pulls it. False after a failed wait.
+  MOK_DEVICE bool pull(const ForwardParams& p, MoverChunks& chunks) const {
+    const Geometry& g = p.geometry;
+    const int32_t lane = threadIdx.x % 32;
+    const int32_t row_bytes = g.hidden * 2;
     const uint8_t* source = nullptr;
     if (lane < rows) {
       const MokRow row = p.peers.rows[g.rank][int64_t{block} * kBlockRows + first_row + lane];
       source = p.peers.hidden[row.rank] + int64_t{row.token} * row_bytes;
     }
     uint8_t* destination =
-        p.row_ring + (int64_t{block % g.ring_blocks} * kBlockRows + first_row) * row_bytes;
-    if (rows > 0 && !copy_rows(source, destination, rows, row_bytes, mine, p.dog)) return false;
+        p.row_ring + (int64_t{block % g.row_ring_blocks} * kBlockRows + first_row) * row_bytes;
+    if (rows > 0 && !copy_rows(source, destination, rows, row_bytes, chunks, p.dog)) return false;
     finish_bulk_stores();
     __syncwarp();
     if (lane == 0) release_add(p.local.rows_ready + block, 1);
+    return true;
+  }
+};
+
+// Pulls pieces, and reduces tokens while no piece can be pulled. Pieces come first, for peers may
+// wait for what this rank computes from them; a token is only reduced if that needs no waiting.
+MOK_DEVICE void mover_role(const ForwardParams& p, const ForwardMaps& maps, uint32_t smem,
+                           int32_t mover) {
+  const int32_t num_blocks = p.local.state->num_blocks;
+  MoverChunks chunks(smem, mover, threadIdx.x % 32);
+  ReduceBuffers buffers(smem, mover);
+  const TokenQueue queue(p);
+  DispatchPiece piece(p, num_blocks);
+  ReduceItem item(p, queue.claim(p));
+  while (piece.block >= 0 || item.token >= 0) {
+    bool pull = false;
+    const auto can_work = [&] {
+      pull = piece.block >= 0 && piece.ready(p);
+      return pull || (item.token >= 0 && item.ready(p));
+    };
+    const bool pulling = piece.block >= 0;
+    if (!warp_wait_until(can_work, p.dog, pulling ? kWaitRowRing : kWaitCombine,
+                         pulling ? piece.block : item.token)) {
+      return;
+    }
+    acquire_fence();
+    fence_proxy_global();
+    if (pull) {
+      if (!piece.pull(p, chunks)) return;
+      piece = DispatchPiece(p, num_blocks);
+    } else {
+      if (!buffers.reduce(p, maps, item)) return;
+      item = ReduceItem(p, queue.claim(p));
+    }
   }
 }
 

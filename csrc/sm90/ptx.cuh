@@ -26,6 +26,11 @@ MOK_DEVICE int4 load_shared_int4(uint32_t address) {
   return v;
 }
 
+MOK_DEVICE uint4 load_shared_uint4(uint32_t address) {
+  const int4 v = load_shared_int4(address);
+  return make_uint4(v.x, v.y, v.z, v.w);
+}
+
 MOK_DEVICE void store_shared_int4(uint32_t address, int4 v) {
   asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
@@ -82,23 +87,44 @@ MOK_DEVICE void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// What L2 should do with lines that a copy touches: the policies that createpolicy makes for a
+// whole access.
+enum class CachePolicy : uint64_t {
+  kNormal = 0x1000000000000000,
+  kEvictFirst = 0x12f0000000000000,  // for data that is used once
+  kEvictLast = 0x14f0000000000000,   // for data that will be used again soon
+};
+
 // Loads the box at element (x, y) of a 2-D map; completes on `barrier`.
 MOK_DEVICE void load_tensor_2d(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int32_t x,
-                               int32_t y) {
+                               int32_t y, CachePolicy policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(x), "r"(y)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(static_cast<uint64_t>(policy))
       : "memory");
 }
 
 MOK_DEVICE void load_tensor_3d(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int32_t x,
-                               int32_t y, int32_t z) {
+                               int32_t y, int32_t z, CachePolicy policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(static_cast<uint64_t>(policy))
       : "memory");
+}
+
+// Brings boxes into L2 ahead of their loads.
+MOK_DEVICE void prefetch_tensor_2d(const CUtensorMap* map, int32_t x, int32_t y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x),
+               "r"(y)
+               : "memory");
+}
+
+MOK_DEVICE void prefetch_tensor_3d(const CUtensorMap* map, int32_t x, int32_t y, int32_t z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z)
+               : "memory");
 }
 
 // Copies contiguous bytes (a multiple of 16, both sides 16-byte aligned) into shared memory.
@@ -111,10 +137,20 @@ MOK_DEVICE void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_
 }
 
 // The reverse; joins the thread's current bulk group.
-MOK_DEVICE void store_bulk(void* dst, uint32_t src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
-               "r"(bytes)
-               : "memory");
+MOK_DEVICE void store_bulk(void* dst, uint32_t src, uint32_t bytes,
+                           CachePolicy policy = CachePolicy::kNormal) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(dst),
+      "r"(src), "r"(bytes), "l"(static_cast<uint64_t>(policy))
+      : "memory");
+}
+
+// Stores a box of shared memory at element (x, y) of a 2-D map; clips what lies outside.
+MOK_DEVICE void store_tensor_2d(const CUtensorMap* map, uint32_t src, int32_t x, int32_t y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(src), "r"(x), "r"(y)
+      : "memory");
 }
 
 MOK_DEVICE void commit_bulk_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -210,6 +246,20 @@ MOK_DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0x
 // Tells the compiler that `value` is the same in all lanes, so that it may live in a uniform
 // register (an address that does not costs moves between the matrix instructions).
 MOK_DEVICE int32_t warp_uniform(int32_t value) { return __shfl_sync(~0u, value, 0); }
+
+// True in one lane of the converged warp, and the compiler knows that it is one: operands of copy
+// instructions under it need no loop over the lanes.
+MOK_DEVICE bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
 
 MOK_DEVICE uint64_t global_nanoseconds() {
   uint64_t t;

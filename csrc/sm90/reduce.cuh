@@ -3,11 +3,13 @@
 #define MOK_SM90_REDUCE_CUH_
 
 #include "forward.h"
+#include "layout.cuh"
 #include "sync.cuh"
 
 namespace mok::sm90 {
 
-MOK_DEVICE uint4 load_row_chunk(const uint8_t* address) {
+// Eight columns of one row.
+MOK_DEVICE uint4 load_columns(const uint8_t* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -16,7 +18,7 @@ MOK_DEVICE uint4 load_row_chunk(const uint8_t* address) {
   return v;
 }
 
-MOK_DEVICE void add_bf16x8(float (&sum)[8], uint4 v) {
+MOK_DEVICE void add_columns(float (&sum)[8], uint4 v) {
   sum[0] = __fadd_rn(sum[0], bf16_low(v.x));
   sum[1] = __fadd_rn(sum[1], bf16_high(v.x));
   sum[2] = __fadd_rn(sum[2], bf16_low(v.y));
@@ -27,36 +29,157 @@ MOK_DEVICE void add_bf16x8(float (&sum)[8], uint4 v) {
   sum[7] = __fadd_rn(sum[7], bf16_high(v.w));
 }
 
-// The k that comes lane-th in ascending (expert id, k); `routes` is how many there are. Lane k of a
-// warp brings expert id k, or -1.
-MOK_DEVICE int32_t route_in_order(int32_t expert, int32_t topk, int32_t& routes) {
-  const int32_t lane = threadIdx.x % 32;
-  int32_t rank = 0;
-  for (int32_t k = 0; k < topk; ++k) {
-    const int32_t other = __shfl_sync(~0u, expert, k);
-    if (other >= 0 && (other < expert || (other == expert && k < lane))) ++rank;
-  }
-  if (expert < 0) rank = 32;
-  int32_t mine = 0;
-  for (int32_t k = 0; k < topk; ++k) {
-    if (__shfl_sync(~0u, rank, k) == lane) mine = k;
-  }
-  routes = __popc(__ballot_sync(~0u, expert >= 0));
-  return mine;
+// Adds the shared expert's result, rounds and writes; `offset`: bytes into [T, H].
+MOK_DEVICE void write_columns(const ForwardParams& p, int64_t offset, float (&sum)[8]) {
+  if (p.addend != nullptr) add_columns(sum, load_columns(p.addend + offset));
+  const uint4 result = make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
+                                  pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+  __stcs(reinterpret_cast<uint4*>(p.output + offset), result);
 }
 
-// Sums one token with a warp, `kBatch` loads of 16 bytes a lane in flight.
-template <int32_t kBatch>
-MOK_DEVICE void reduce_token(const ForwardParams& p, int32_t token, int32_t expert) {
+// Claims tokens in the order in which they complete. Used by whole warps, as all below.
+class TokenQueue {
+ public:
+  MOK_DEVICE explicit TokenQueue(const ForwardParams& p) {
+    const int32_t lane = threadIdx.x % 32;
+    const uint32_t* tokens = p.local.state->counters.bucket_tokens;
+    end_ = 0;
+    for (int32_t b = 0; b < kReduceBuckets; ++b) {
+      if (b <= lane) end_ += tokens[b];
+    }
+  }
+
+  // The next token, or -1.
+  MOK_DEVICE int32_t claim(const ForwardParams& p) const {
+    uint32_t ticket = 0;
+    if (threadIdx.x % 32 == 0) ticket = atomicAdd(&p.local.state->counters.reduce_ticket, 1u);
+    ticket = warp_uniform(ticket);
+    if (ticket >= p.tokens) return -1;
+    const int32_t bucket = __popc(__ballot_sync(~0u, end_ <= ticket));
+    const uint32_t first = __shfl_sync(~0u, end_, max(bucket - 1, 0));
+    if (bucket > 0) ticket -= first;
+    return p.local.bucket[int64_t{bucket} * p.geometry.max_tokens + ticket];
+  }
+
+ private:
+  uint32_t end_;  // lane b: tokens in buckets 0 .. b
+};
+
+// A claimed token. Lane k knows about route k.
+struct ReduceItem {
+  int32_t token;
+  int32_t expert;   // -1: no route
+  uint32_t needed;  // groups that the owner must have finished
+
+  MOK_DEVICE ReduceItem(const ForwardParams& p, int32_t claimed) : token(claimed), expert(-1) {
+    const int32_t lane = threadIdx.x % 32;
+    if (token < 0 || lane >= p.geometry.topk) return;
+    const int64_t route = int64_t{token} * p.geometry.topk + lane;
+    expert = p.expert_ids[route];
+    if (expert >= 0) needed = p.local.route_group[route] + 1u;
+  }
+
+  // Whether all its results have arrived.
+  MOK_DEVICE bool ready(const ForwardParams& p) const {
+    bool arrived = true;
+    if (expert >= 0) {
+      const Geometry& g = p.geometry;
+      const uint64_t* progress = p.peers.progress[g.rank] + expert / g.local_experts;
+      arrived = load_relaxed(progress) >= progress_word(p.local.state->epoch, needed);
+    }
+    return __all_sync(~0u, arrived);
+  }
+
+  // The route that comes lane-th in ascending (expert id, k); `routes` is how many there are.
+  MOK_DEVICE int32_t order(int32_t topk, int32_t& routes) const {
+    const int32_t lane = threadIdx.x % 32;
+    int32_t rank = 0;
+    for (int32_t k = 0; k < topk; ++k) {
+      const int32_t other = __shfl_sync(~0u, expert, k);
+      if (other >= 0 && (other < expert || (other == expert && k < lane))) ++rank;
+    }
+    if (expert < 0) rank = 32;
+    int32_t mine = 0;
+    for (int32_t k = 0; k < topk; ++k) {
+      if (__shfl_sync(~0u, rank, k) == lane) mine = k;
+    }
+    routes = __popc(__ballot_sync(~0u, expert >= 0));
+    return mine;
+  }
+};
+
+// ---- By mover warps, through shared memory -----------------------------------------------------
+
+// One tensor load brings some columns of all K rows of a token; two are in flight.
+class ReduceBuffers {
+ public:
+  MOK_DEVICE ReduceBuffers(uint32_t smem, int32_t mover)
+      : data_(smem + SharedPlan::kMoverChunk + mover * 2 * kReduceBufferBytes),
+        full_(smem + SharedPlan::kReduceFull + mover * 2 * 8) {}
+
+  MOK_DEVICE static void init(uint32_t smem) {
+    for (int32_t i = 0; i < kMovers * 2; ++i) {
+      barrier_init(smem + SharedPlan::kReduceFull + i * 8, 1);
+    }
+  }
+
+  // The chunks of dispatch that shared this memory must have been read. False after a failed wait.
+  MOK_DEVICE bool reduce(const ForwardParams& p, const ForwardMaps& maps, const ReduceItem& item) {
+    const Geometry& g = p.geometry;
+    const int32_t lane = threadIdx.x % 32;
+    const int32_t columns = reduce_columns(g.topk);
+    int32_t routes;
+    const int32_t order = item.order(g.topk, routes);
+    const int32_t steps = (g.hidden + columns - 1) / columns;
+    load(maps, g, item.token, 0, columns);
+    for (int32_t step = 0; step < steps; ++step) {
+      if (step + 1 < steps) load(maps, g, item.token, step + 1, columns);
+      const int32_t buffer = step % 2;
+      const bool ok = wait_barrier(full_ + buffer * 8, parity_ >> buffer & 1, p.dog, kWaitReduce);
+      if (!__all_sync(~0u, ok)) return false;
+      parity_ ^= 1u << buffer;
+      const uint32_t from = data_ + buffer * kReduceBufferBytes + lane * 16;
+      float sum[8] = {};
+      for (int32_t n = 0; n < routes; ++n) {
+        const int32_t k = __shfl_sync(~0u, order, n);
+        if (lane * 8 < columns) add_columns(sum, load_shared_uint4(from + k * columns * 2));
+      }
+      const int32_t column = step * columns + lane * 8;
+      if (lane * 8 < columns && column < g.hidden) {
+        write_columns(p, (int64_t{item.token} * g.hidden + column) * 2, sum);
+      }
+      __syncwarp();  // all lanes have read the buffer
+    }
+    return true;
+  }
+
+ private:
+  MOK_DEVICE void load(const ForwardMaps& maps, const Geometry& g, int32_t token, int32_t step,
+                       int32_t columns) const {
+    if (!elect_one()) return;
+    const uint32_t full = full_ + step % 2 * 8;
+    barrier_expect(full, g.topk * columns * 2);
+    load_tensor_2d(data_ + step % 2 * kReduceBufferBytes, &maps.slots, full, step * columns,
+                   token * g.topk, CachePolicy::kEvictFirst);
+  }
+
+  uint32_t data_;
+  uint32_t full_;
+  uint32_t parity_ = 0;  // bit b: of buffer b
+};
+
+// ---- By math warps, whose tiles are done -------------------------------------------------------
+
+// Sums one token with 8 loads of 16 bytes a lane in flight.
+MOK_DEVICE void reduce_token(const ForwardParams& p, const ReduceItem& item) {
+  constexpr int32_t kBatch = 8;
   const Geometry& g = p.geometry;
   const int32_t lane = threadIdx.x % 32;
   const int32_t row_bytes = g.hidden * 2;
   int32_t routes;
-  const int32_t order = route_in_order(expert, g.topk, routes);
-  const uint8_t* slots = p.peers.slots[g.rank] + int64_t{token} * g.topk * row_bytes;
-  const int64_t row = int64_t{token} * row_bytes;
-  for (int32_t first = 0; first < row_bytes; first += 512) {
-    const int32_t at = first + lane * 16;
+  const int32_t order = item.order(g.topk, routes);
+  const uint8_t* slots = p.peers.slots[g.rank] + int64_t{item.token} * g.topk * row_bytes;
+  for (int32_t at = lane * 16; at - lane * 16 < row_bytes; at += 512) {
     const bool inside = at < row_bytes;
     float sum[8] = {};
     for (int32_t n = 0; n < routes; n += kBatch) {
@@ -64,57 +187,26 @@ MOK_DEVICE void reduce_token(const ForwardParams& p, int32_t token, int32_t expe
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {
         const int32_t k = __shfl_sync(~0u, order, (n + i) % 32);
-        if (n + i < routes && inside) v[i] = load_row_chunk(slots + static_cast<uint32_t>(k * row_bytes + at));
+        if (n + i < routes && inside) v[i] = load_columns(slots + int64_t{k} * row_bytes + at);
       }
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {
-        if (n + i < routes && inside) add_bf16x8(sum, v[i]);
+        if (n + i < routes && inside) add_columns(sum, v[i]);
       }
     }
-    if (!inside) continue;
-    if (p.addend != nullptr) add_bf16x8(sum, load_row_chunk(p.addend + row + at));
-    const uint4 result = make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
-                                    pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
-    *reinterpret_cast<uint4*>(p.output + row + at) = result;
+    if (inside) write_columns(p, int64_t{item.token} * row_bytes + at, sum);
   }
 }
 
-// Reduces tokens in ticket order until none is left, by a whole warp. Waits on peers, so it must only
-// be entered by warps that no peer depends on any more.
-template <int32_t kBatch>
+// Reduces tokens until none is left. Waits for peers, so no peer may depend on the warp any more.
 MOK_DEVICE void reduce_tokens(const ForwardParams& p) {
-  const Geometry& g = p.geometry;
-  CallState& state = *p.local.state;
-  const int32_t lane = threadIdx.x % 32;
-  const uint32_t epoch = state.epoch;
-  uint32_t seen = 0;  // groups that all ranks are known to have finished
+  const TokenQueue queue(p);
   while (true) {
-    int32_t ticket = 0;
-    if (lane == 0) ticket = atomicAdd(&state.counters.reduce_ticket, 1u);
-    ticket = warp_uniform(ticket);
-    if (ticket >= p.tokens) return;
-    int32_t bucket = 0;
-    for (; bucket < kReduceBuckets - 1; ++bucket) {
-      const int32_t tokens = state.counters.bucket_tokens[bucket];
-      if (ticket < tokens) break;
-      ticket -= tokens;
-    }
-    const int32_t token = p.local.bucket[int64_t{bucket} * g.max_tokens + ticket];
-    const int64_t route = int64_t{token} * g.topk + lane;
-    const int32_t expert = lane < g.topk ? p.expert_ids[route] : -1;
-    const uint32_t needed = expert >= 0 ? p.local.route_group[route] + 1u : 0u;
-    if (__any_sync(~0u, needed > seen)) {
-      bool ok = true;
-      if (expert >= 0) {
-        const int32_t owner = expert / g.local_experts;
-        ok = wait_progress(p.peers.progress[g.rank] + owner, epoch, needed, p.dog, kWaitCombine,
-                           owner);
-      }
-      if (!__all_sync(~0u, ok)) return;
-      acquire_fence();
-      if (g.num_ranks == 1) seen = __reduce_max_sync(~0u, needed);
-    }
-    reduce_token<kBatch>(p, token, expert);
+    const ReduceItem item(p, queue.claim(p));
+    if (item.token < 0) return;
+    if (!warp_wait_until([&] { return item.ready(p); }, p.dog, kWaitCombine, item.token)) return;
+    acquire_fence();
+    reduce_token(p, item);
   }
 }
 

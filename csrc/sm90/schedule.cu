@@ -1,5 +1,4 @@
 #include "schedule.h"
-
 #include "sync.cuh"
 
 namespace mok::sm90 {
@@ -117,6 +116,42 @@ MOK_DEVICE bool exchange_counts(const ScheduleParams& p, uint32_t epoch, const i
   return __syncthreads_and(ok);
 }
 
+// Cuts the blocks of one rank into groups. first_block: of its experts, over all ranks. Writes the
+// groups' first blocks where `group_first_block` is not NULL. Returns the number of groups.
+MOK_DEVICE int32_t cut_groups(const Geometry& g, const int32_t* first_block, ExpertGroups* experts,
+                              int32_t* group_first_block) {
+  int32_t groups = 0;  // the last of them is open and has `open` blocks
+  int32_t open = 0;
+  const auto begin = [&](int32_t block, int32_t blocks) {
+    if (group_first_block != nullptr) group_first_block[groups] = block;
+    ++groups;
+    open = blocks;
+  };
+  for (int32_t i = 0; i < g.local_experts; ++i) {
+    const int32_t block = first_block[i] - first_block[0];
+    const int32_t n = first_block[i + 1] - first_block[i];
+    if (n == 0) continue;
+    if (n > g.max_group_blocks) {
+      const int32_t chunks = (n + g.max_group_blocks - 1) / g.max_group_blocks;
+      const int32_t chunk = (n + chunks - 1) / chunks;
+      experts[i] = ExpertGroups{groups, chunk};
+      for (int32_t at = 0; at < n; at += chunk) begin(block + at, g.max_group_blocks);
+      continue;
+    }
+    const bool fits = groups > 0 && open < g.min_group_blocks && open + n <= g.max_group_blocks;
+    if (fits) {
+      open += n;
+    } else {
+      begin(block, n);
+    }
+    experts[i] = ExpertGroups{groups - 1, INT32_MAX};
+  }
+  if (group_first_block != nullptr) {
+    group_first_block[groups] = first_block[g.local_experts] - first_block[0];
+  }
+  return groups;
+}
+
 // One CTA: sums the chunks, exchanges counts, and derives all offsets. Thread e does expert e.
 __global__ void __launch_bounds__(1024, 1)
     exchange_kernel(const __grid_constant__ ScheduleParams p) {
@@ -158,25 +193,29 @@ __global__ void __launch_bounds__(1024, 1)
   if (expert < g.num_experts) {
     const int32_t owner = expert / g.local_experts;
     const int32_t block = first_block[expert] - first_block[owner * g.local_experts];
-    p.local.first_row[expert] = block * static_cast<int32_t>(kBlockRows) + before_me;
+    p.local.first_row[expert] = ExpertRows{block, before_me};
   }
   if (threadIdx.x < g.num_ranks) {
     const int32_t first = threadIdx.x * g.local_experts;
-    const int32_t rank_blocks = first_block[first + g.local_experts] - first_block[first];
-    const int32_t groups = static_cast<int32_t>(ceil_div(rank_blocks, g.group_blocks));
+    const bool me = threadIdx.x == g.rank;
+    const int32_t groups = cut_groups(g, first_block + first, p.local.expert_groups + first,
+                                      me ? p.local.group_first_block : nullptr);
     p.local.rank_groups[threadIdx.x] = groups;
-    if (threadIdx.x == g.rank) {
-      state.num_blocks = rank_blocks;
+    if (me) {
+      state.num_blocks = first_block[first + g.local_experts] - first_block[first];
       state.num_groups = groups;
     }
   }
+  __syncthreads();
   const int32_t my_first = first_block[g.rank * g.local_experts];
   for (int32_t i = threadIdx.x / 32; i < g.local_experts; i += 32) {
     const int32_t global = g.rank * g.local_experts + i;
     const int32_t expert_blocks = first_block[global + 1] - first_block[global];
+    const ExpertGroups groups = p.local.expert_groups[global];
     for (int32_t b = threadIdx.x % 32; b < expert_blocks; b += 32) {
-      p.local.blocks[first_block[global] - my_first + b] =
-          BlockInfo{i, rows_in_block(expert_rows[global], b)};
+      p.local.blocks[first_block[global] - my_first + b] = BlockInfo{
+          static_cast<int16_t>(i), static_cast<int16_t>(rows_in_block(expert_rows[global], b)),
+          groups.group_of(b)};
     }
   }
 }
@@ -200,8 +239,8 @@ MOK_DEVICE int32_t rank_in_chunk(int32_t expert, int32_t* running) {
   return base + __popc(same & ((1u << lane) - 1));
 }
 
-// Writes each route's row into the table of its expert's owner, and sorts tokens into buckets of when
-// they can be reduced.
+// Writes each route's row into the table of its expert's owner, and sorts tokens into buckets of
+// when they can be reduced.
 __global__ void __launch_bounds__(kChunkRoutes)
     route_kernel(const __grid_constant__ ScheduleParams p) {
   __shared__ int32_t running[MOK_MAX_EXPERTS];
@@ -217,11 +256,15 @@ __global__ void __launch_bounds__(kChunkRoutes)
   if (route.expert >= 0) {
     const int32_t owner = route.expert / g.local_experts;
     const int64_t id = int64_t{route.token} * g.topk + route.k;
-    const int32_t row = p.local.first_row[route.expert] + position +
-                        p.local.chunk_offsets[int64_t{route.expert} * g.max_chunks + blockIdx.x];
+    const ExpertRows begin = p.local.first_row[route.expert];
+    const int32_t in_expert =
+        begin.before_rank + position +
+        p.local.chunk_offsets[int64_t{route.expert} * g.max_chunks + blockIdx.x];
+    const int32_t row = begin.first_block * static_cast<int32_t>(kBlockRows) + in_expert;
     p.peers.rows[owner][row] = MokRow{route.token, static_cast<int16_t>(g.rank),
                                       static_cast<int16_t>(route.k), p.probs[id], route.expert};
-    const int32_t group = row / static_cast<int32_t>(kBlockRows) / g.group_blocks;
+    const int32_t group =
+        p.local.expert_groups[route.expert].group_of(in_expert / static_cast<int32_t>(kBlockRows));
     p.local.route_group[id] = static_cast<uint16_t>(group);
     atomicMin(&from_end[threadIdx.x / g.topk], p.local.rank_groups[owner] - 1 - group);
   }

@@ -1,5 +1,5 @@
-// The schedule on the device: from a rank's expert ids to everything the forward and backward kernels
-// need, without a sort and without the host. Three small launches.
+// The schedule on the device: from a rank's expert ids to everything the forward and backward
+// kernels need, without a sort and without the host. Three small launches.
 #ifndef MOK_SM90_SCHEDULE_H_
 #define MOK_SM90_SCHEDULE_H_
 

@@ -1,12 +1,11 @@
 // How CTAs and ranks hand data to each other: flags in global memory, and waits that cannot hang.
 //
-// Producer through the asynchronous proxy (bulk or tensor stores): the issuing thread waits until its
-// stores are performed, fences the proxies, then releases a counter or flag.
-// Consumer: poll relaxed (an acquiring poll would invalidate the L1 cache every time), then one
-// acquiring fence, then, before tensor or bulk loads, a fence between the proxies. PTX orders
-// accesses of one proxy without it only within a CTA.
-// Words that peers write carry the epoch and are never reset; counters local to a rank are zeroed by
-// the schedule of every call.
+// Producer through the asynchronous proxy (bulk or tensor stores): the issuing thread waits until
+// its stores are performed, fences the proxies, then releases a counter or flag. Consumer: poll
+// relaxed (an acquiring poll would invalidate the L1 cache every time), then one acquiring fence,
+// then, before tensor or bulk loads, a fence between the proxies. PTX orders accesses of one proxy
+// without it only within a CTA. Words that peers write carry the epoch and are never reset;
+// counters local to a rank are zeroed by the schedule of every call.
 #ifndef MOK_SM90_SYNC_CUH_
 #define MOK_SM90_SYNC_CUH_
 
@@ -56,8 +55,8 @@ MOK_DEVICE void release_store(uint64_t* word, uint64_t value) {
 MOK_DEVICE void acquire_fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 MOK_DEVICE void acquire_fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Makes data that bulk or tensor stores of other CTAs published visible to this thread's own bulk or
-// tensor copies. Call after the poll that saw the flag.
+// Makes data that bulk or tensor stores of other CTAs published visible to this thread's own bulk
+// or tensor copies. Call after the poll that saw the flag.
 MOK_DEVICE void acquire_for_copies() {
   acquire_fence_gpu();
   fence_proxy_global();
@@ -71,8 +70,8 @@ MOK_DEVICE void finish_bulk_stores() {
 
 // ---- Bounded waits -----------------------------------------------------------------------------
 
-// Records the first failure of this rank and tells every rank to give up. Kept out of line in effect:
-// it runs once in the life of a workspace.
+// Records the first failure of this rank and tells every rank to give up. Kept out of line in
+// effect: it runs once in the life of a workspace.
 MOK_DEVICE void raise_abort(const Watchdog& dog, WaitSite site, int32_t detail) {
   if (atomicCAS_system(dog.abort, 0u, 1u + dog.rank) != 0) return;
   dog.fault->site = site;
@@ -84,24 +83,47 @@ MOK_DEVICE void raise_abort(const Watchdog& dog, WaitSite site, int32_t detail) 
   }
 }
 
-// Polls `ready` until it holds. False when the time is up or some rank has given up: the caller then
-// leaves its role at once, and so does every other role at its next wait.
+// Whether a wait must end: some rank has given up, or the time is up, which is then recorded.
+class Deadline {
+ public:
+  // Looks every 16th call, for this costs a trip to memory.
+  MOK_DEVICE bool passed(const Watchdog& dog, WaitSite site, int32_t detail, uint64_t limit_ns) {
+    if (++polls_ % 16 != 0) return false;
+    if (load_relaxed(dog.abort) != 0) return true;
+    const uint64_t now = global_nanoseconds();
+    if (start_ == 0) start_ = now;
+    if (now - start_ <= limit_ns) return false;
+    raise_abort(dog, site, detail);
+    return true;
+  }
+
+ private:
+  uint32_t polls_ = 0;
+  uint64_t start_ = 0;
+};
+
+// Polls `ready` until it holds. False when the deadline passes: the caller then leaves its role at
+// once, and so does every other role at its next wait.
 template <typename Ready>
 MOK_DEVICE bool wait_until(Ready ready, const Watchdog& dog, WaitSite site, int32_t detail,
                            uint64_t limit_ns) {
   if (ready()) return true;
-  uint64_t start = 0;
-  for (uint32_t polls = 1;; ++polls) {
-    if (ready()) return true;
-    if (polls % 16 != 0) continue;
-    if (load_relaxed(dog.abort) != 0) return false;
-    const uint64_t now = global_nanoseconds();
-    if (start == 0) start = now;
-    if (now - start > limit_ns) {
-      raise_abort(dog, site, detail);
-      return false;
-    }
+  Deadline deadline;
+  while (!ready()) {
+    if (deadline.passed(dog, site, detail, limit_ns)) return false;
   }
+  return true;
+}
+
+// The same for a condition that a whole warp evaluates together, with rests between the polls.
+template <typename Ready>
+MOK_DEVICE bool warp_wait_until(Ready ready, const Watchdog& dog, WaitSite site, int32_t detail) {
+  Deadline deadline;
+  while (!ready()) {
+    if (__any_sync(~0u, deadline.passed(dog, site, detail, dog.inner_wait_ns))) return false;
+    __nanosleep(300);
+  }
+  return true;
 }
 
 // Waits for a phase of a shared-memory barrier.

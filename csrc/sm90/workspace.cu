@@ -1,6 +1,5 @@
-#include "workspace.h"
-
 #include "layout.cuh"
+#include "workspace.h"
 
 namespace mok::sm90 {
 
@@ -37,12 +36,19 @@ Geometry make_geometry(const MokShape& s, int32_t ctas) {
   g.max_chunks = static_cast<int32_t>(ceil_div(s.max_tokens, chunk_tokens(s.topk)));
   g.fc1_tiles = static_cast<int32_t>(ceil_div(s.ffn, kTileF));
   g.fc2_tiles = static_cast<int32_t>(ceil_div(s.hidden, kTileN));
-  // Two waves of FC1 tiles, so that FC1 of a group is done when its FC2 is claimed, a group later.
-  constexpr int64_t kMaxGroupBlocks = 64;
-  const int64_t two_waves = ceil_div(2 * int64_t{ctas}, g.fc1_tiles);
-  g.group_blocks = static_cast<int32_t>(two_waves < kMaxGroupBlocks ? two_waves : kMaxGroupBlocks);
-  g.ring_blocks = 3 * g.group_blocks;
+  // Two waves of FC1 tiles or nearly so: FC1 of a group is then done when its FC2 is claimed.
+  constexpr int64_t kMaxMinimum = 64;
+  const int64_t waves = ceil_div(18 * int64_t{ctas}, 10 * int64_t{g.fc1_tiles});
+  g.min_group_blocks = static_cast<int32_t>(waves < kMaxMinimum ? waves : kMaxMinimum);
+  g.max_group_blocks = 2 * g.min_group_blocks;
+  g.row_ring_blocks = g.max_group_blocks;
+  g.activation_ring_blocks = 2 * g.max_group_blocks;
   return g;
+}
+
+// A ring never needs more than the worst case.
+static int64_t ring_rows(const Geometry& g, int32_t blocks) {
+  return kBlockRows * (g.max_blocks < blocks ? g.max_blocks : blocks);
 }
 
 LocalLayout make_local_layout(const Geometry& g) {
@@ -52,21 +58,21 @@ LocalLayout make_local_layout(const Geometry& g) {
     end = align_up(end + bytes, 1024);
     return at;
   };
-  const int64_t ring_rows = kBlockRows * (g.max_blocks < g.ring_blocks ? g.max_blocks
-                                                                       : g.ring_blocks);
   LocalLayout at{};
   at.state = take(sizeof(CallState));
   at.blocks = take(int64_t{g.max_blocks} * sizeof(BlockInfo));
+  at.group_first_block = take((int64_t{g.max_blocks} + 1) * 4);
   at.rows_ready = take(int64_t{g.max_blocks} * 4);
   at.activations_ready = take(int64_t{g.max_blocks} * 4);
   at.group_done = take(int64_t{g.max_blocks} * 4);
   at.chunk_offsets = take(int64_t{g.num_experts} * g.max_chunks * 4);
-  at.first_row = take(int64_t{g.num_experts} * 4);
+  at.first_row = take(int64_t{g.num_experts} * sizeof(ExpertRows));
+  at.expert_groups = take(int64_t{g.num_experts} * sizeof(ExpertGroups));
   at.rank_groups = take(int64_t{g.num_ranks} * 4);
   at.route_group = take(int64_t{g.max_tokens} * g.topk * 2);
   at.bucket = take(int64_t{kReduceBuckets} * g.max_tokens * 4);
-  at.row_ring = take(ring_rows * g.hidden * 2);
-  at.activation_ring = take(ring_rows * g.ffn * 2);
+  at.row_ring = take(ring_rows(g, g.row_ring_blocks) * g.hidden * 2);
+  at.activation_ring = take(ring_rows(g, g.activation_ring_blocks) * g.ffn * 2);
   at.bytes = end;
   return at;
 }
@@ -90,18 +96,28 @@ EncodeTiled encode_tiled() {
 }
 
 CUtensorMap encode_map(const void* data, int32_t rank, const cuuint64_t* sizes,
-                       const cuuint64_t* strides, const cuuint32_t* box) {
+                       const cuuint64_t* strides, const cuuint32_t* box,
+                       CUtensorMapSwizzle swizzle) {
   const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encode_tiled()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), sizes, strides, box,
-      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), sizes,
+                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error{MOK_ERR_INVALID_ARGUMENT,
                 "a matrix cannot be read by tensor copies; its address must be a multiple of 16"};
   }
   return map;
+}
+
+CUtensorMap encode_matrix(const void* data, int64_t rows, int64_t columns, int32_t box_rows,
+                          int32_t box_columns, CUtensorMapSwizzle swizzle) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns),
+                             static_cast<cuuint32_t>(box_rows)};
+  return encode_map(data, 2, sizes, strides, box, swizzle);
 }
 
 // fc1 is [2F, H]: gate rows, then up rows. One box takes 128 rows of each, and clips at F.
@@ -111,7 +127,7 @@ CUtensorMap make_fc1_map(const void* data, const Geometry& g) {
   const cuuint64_t sizes[3] = {h, f, 2};
   const cuuint64_t strides[2] = {h * 2, h * f * 2};
   const cuuint32_t box[3] = {kTileK, kTileF, 2};
-  return encode_map(data, 3, sizes, strides, box);
+  return encode_map(data, 3, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 uint64_t nanoseconds(int32_t milliseconds, int32_t otherwise) {
@@ -121,10 +137,7 @@ uint64_t nanoseconds(int32_t milliseconds, int32_t otherwise) {
 }  // namespace
 
 CUtensorMap make_matrix_map(const void* data, int64_t rows, int64_t columns, int32_t box_rows) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t box[2] = {kTileK, static_cast<cuuint32_t>(box_rows)};
-  return encode_map(data, 2, sizes, strides, box);
+  return encode_matrix(data, rows, columns, box_rows, kTileK, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 }  // namespace mok::sm90
@@ -159,17 +172,20 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
   local.activations_ready = reinterpret_cast<uint32_t*>(base + at.activations_ready);
   local.group_done = reinterpret_cast<uint32_t*>(base + at.group_done);
   local.chunk_offsets = reinterpret_cast<int32_t*>(base + at.chunk_offsets);
-  local.first_row = reinterpret_cast<int32_t*>(base + at.first_row);
+  local.group_first_block = reinterpret_cast<int32_t*>(base + at.group_first_block);
+  local.first_row = reinterpret_cast<ExpertRows*>(base + at.first_row);
+  local.expert_groups = reinterpret_cast<ExpertGroups*>(base + at.expert_groups);
   local.rank_groups = reinterpret_cast<int32_t*>(base + at.rank_groups);
   local.route_group = reinterpret_cast<uint16_t*>(base + at.route_group);
   local.bucket = reinterpret_cast<int32_t*>(base + at.bucket);
   row_ring = base + at.row_ring;
   activation_ring = base + at.activation_ring;
-  const int64_t ring_rows =
-      kBlockRows * (geometry.max_blocks < geometry.ring_blocks ? geometry.max_blocks
-                                                               : geometry.ring_blocks);
-  row_map = make_matrix_map(row_ring, ring_rows, shape.hidden, kTileM);
-  activation_map = make_matrix_map(activation_ring, ring_rows, shape.ffn, kTileM);
+  const int64_t rows = ring_rows(geometry, geometry.row_ring_blocks);
+  const int64_t activation_rows = ring_rows(geometry, geometry.activation_ring_blocks);
+  forward_maps.rows = make_matrix_map(row_ring, rows, shape.hidden, kTileM);
+  forward_maps.activations = make_matrix_map(activation_ring, activation_rows, shape.ffn, kTileM);
+  forward_maps.store_activations =
+      make_matrix_map(activation_ring, activation_rows, shape.ffn, kWarpgroupRows);
 
   const SegmentLayout segment = make_segment_layout(shape);
   for (int32_t r = 0; r < shape.ep_size; ++r) {
@@ -183,6 +199,9 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
     peers.progress[r] = reinterpret_cast<uint64_t*>(peer + segment.progress);
     dog.peer_abort[r] = &peers.flags[r]->abort;
   }
+  forward_maps.slots = encode_matrix(
+      peers.slots[shape.ep_rank], int64_t{shape.max_tokens} * shape.topk, shape.hidden, shape.topk,
+      reduce_columns(shape.topk), CU_TENSOR_MAP_SWIZZLE_NONE);
   dog.abort = dog.peer_abort[shape.ep_rank];
   dog.fault = fault_;
   dog.rank = shape.ep_rank;

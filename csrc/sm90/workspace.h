@@ -33,8 +33,9 @@ DeviceMemory device_alloc(int64_t bytes);
 
 // Sizes of the private memory of a rank, in bytes, and where each part begins.
 struct LocalLayout {
-  int64_t state, blocks, rows_ready, activations_ready, group_done, chunk_offsets, first_row,
-      rank_groups, route_group, bucket, row_ring, activation_ring;
+  int64_t state, blocks, group_first_block, rows_ready, activations_ready, group_done,
+      chunk_offsets, first_row, expert_groups, rank_groups, route_group, bucket, row_ring,
+      activation_ring;
   int64_t bytes;
 };
 
@@ -52,8 +53,8 @@ LocalLayout make_local_layout(const Geometry& geometry);
 // BF16 matrix of `rows` x `columns` read in boxes of `box_rows` x 64 columns, 128-byte swizzle.
 CUtensorMap make_matrix_map(const void* data, int64_t rows, int64_t columns, int32_t box_rows);
 
-// Tensor maps of one layer's weights in device memory. They are made once for a set of pointers; DDP
-// may move parameters, so every call looks its pointers up.
+// Tensor maps of one layer's weights in device memory. They are made once for a set of pointers;
+// DDP may move parameters, so every call looks its pointers up.
 struct WeightMaps {
   DeviceMemory memory;
   const CUtensorMap* fc1;
@@ -76,9 +77,8 @@ struct MokWorkspace {
   mok::sm90::Watchdog dog{};
   uint8_t* row_ring = nullptr;
   uint8_t* activation_ring = nullptr;
-  CUtensorMap row_map{};
-  CUtensorMap activation_map{};
-  std::string poisoned;  // why, or empty
+  mok::sm90::ForwardMaps forward_maps{};  // store_preact is set for each call
+  std::string poisoned;                   // why, or empty
 
   const mok::sm90::WeightMaps& weight_maps(const MokWeights& weights);
 
