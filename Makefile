@@ -14,6 +14,8 @@ SHELL := bash
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
+# Setuptools warns at every editable installation.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --quiet
 CONFIG ?= configs/tiny_deepseek_v3.yaml
 NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu)
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14; do \
@@ -48,13 +50,13 @@ ifeq ($(PYTHON),)
 	$(error No Python >= 3.12 found (Megatron-Core needs it). Install one, or name it: make PYTHON=/path/to/python3.12)
 endif
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip 'setuptools>=77' wheel
-	$(BIN)/python -m pip install --quiet --no-build-isolation \
+	$(PIP) install --upgrade pip 'setuptools>=77' wheel
+	$(PIP) install --no-build-isolation \
 		--constraint constraints.txt --editable '.[test]'
 	touch $@
 
 .venv/engines: .venv/dependencies setup.py $(NATIVE)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(PIP) install --no-build-isolation --no-deps --editable .
 	touch $@
 
 clean:
