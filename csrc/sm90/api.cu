@@ -6,13 +6,22 @@
 
 namespace {
 
-using mok::sm90::Error;
-
 thread_local std::string last_error;
 
-MokStatus fail(MokStatus status, const std::string& what) {
+}  // namespace
+
+MokStatus mok::sm90::fail(MokStatus status, const std::string& what) {
   last_error = what;
   return status;
+}
+
+namespace {
+
+using mok::sm90::Error;
+using mok::sm90::fail;
+
+MokStatus not_there(const char* what) {
+  return fail(MOK_ERR_UNSUPPORTED, std::string("the Hopper engine has no ") + what + " yet");
 }
 
 // Runs `body`, which throws Error, on the workspace's device.
@@ -173,6 +182,11 @@ MokStatus mok_workspace_create(const MokWorkspaceDesc* desc, MokWorkspace** work
 }
 
 void mok_workspace_destroy(MokWorkspace* workspace) { delete workspace; }
+
+MokStatus mok_schedule(MokWorkspace*, MokScheduleArgs*) { return not_there("schedule as data"); }
+MokStatus mok_dispatch(MokWorkspace*, const MokDispatchArgs*) { return not_there("dispatch alone"); }
+MokStatus mok_combine(MokWorkspace*, const MokCombineArgs*) { return not_there("combine alone"); }
+MokStatus mok_backward(MokWorkspace*, const MokBackwardArgs*) { return not_there("backward"); }
 
 MokStatus mok_forward(MokWorkspace* ws, const MokForwardArgs* args) {
   return guarded(ws, [&] {

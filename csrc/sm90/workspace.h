@@ -9,18 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "error.h"
 #include "forward.h"
 #include "schedule.h"
 
 namespace mok::sm90 {
-
-struct Error {
-  MokStatus status;
-  std::string what;
-};
-
-// Throws MOK_ERR_SYSTEM with the runtime's reason.
-void check_cuda(cudaError_t error, const char* doing);
 
 // Numbers of CallHeader.op.
 enum class Op : int32_t { kSchedule = 1, kDispatch, kCombine, kForward, kBackward };
