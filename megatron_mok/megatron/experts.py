@@ -167,8 +167,8 @@ def _expert_linears(experts: nn.Module) -> list[Slot]:
         if not _is_native(linear, allowed):
             found = type(linear).__qualname__
             raise MoKConfigError(f"expert {name} is a {found}: {_BYPASSED}")
-        biases = [key for key, value in linear._parameters.items() if "bias" in key]
-        if any(getattr(linear, key) is not None and getattr(linear, key).numel() for key in biases):
+        biases = [value for key, value in linear._parameters.items() if "bias" in key]
+        if any(bias is not None and bias.numel() for bias in biases):
             raise MoKConfigError(f"expert {name} has a bias; set --disable-bias-linear")
     return slots
 

@@ -193,7 +193,7 @@ def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> 
         # Printed as Megatron prints what everyone should see; its default log level hides INFO.
         print(
             f"megatron_mok: fused MoE layers, engine {workspace.engine}, expert-parallel group of "
-            f"{ep_group.size()}, workspace {workspace.nbytes} bytes per rank for "
+            f"{ep_group.size()}, workspace {workspace.nbytes / 2**20:.1f} MiB per rank for "
             f"{shape.max_tokens} tokens, hidden {shape.hidden}, ffn {shape.ffn}, "
             f"{shape.num_experts} experts, top-{shape.topk}, {shape.dtype}",
             flush=True,

@@ -83,6 +83,7 @@ _BF16_ONLY = "the fused layer computes in the precision of BF16 weights"
 _NATIVE_LAYOUT = (
     "the fused layer reads one [2F, H] and one [H, F] weight per expert, gate rows first"
 )
+_NEVER_CALLED = "it hooks the expert linears, which the fused layer does not call"
 _OWN_EXPERTS = (
     "the fused layer computes the routed experts itself, so this would have no effect on them"
 )
@@ -262,6 +263,14 @@ ARGS_REFUSALS = (
         _set,
         "the workspace does not outlive the process groups that it was made for",
         "drop --inprocess-restart",
+    ),
+    Refusal("save_activations_interval", _given, _NEVER_CALLED, "drop --save-activations-interval"),
+    Refusal("save_dgrads_interval", _given, _NEVER_CALLED, "drop --save-dgrads-interval"),
+    Refusal(
+        "save_tokens_per_expert_interval",
+        _given,
+        _NEVER_CALLED,
+        "drop --save-tokens-per-expert-interval",
     ),
 )
 

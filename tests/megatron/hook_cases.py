@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import io
 import re
 from collections import Counter
 from functools import partial
@@ -19,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatron_mok.megatron import MoKOptions, install, set_options
 from megatron_mok.megatron.errors import MoKConfigError
+from megatron_mok.megatron.layer import MoKMoELayer
 from megatron_mok.megatron.validation import ARGS_REFUSALS, CONFIG_REFUSALS
 
 SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True}
@@ -61,6 +65,8 @@ def names() -> bool:
     set_up_parallel(2)
     native, fused = pair(**SHARED)
     assert list(native.state_dict()) == list(fused.state_dict())
+    assert type(copy.copy(native)) is MoELayer
+    assert type(copy.copy(fused)) is MoKMoELayer
     keys = [
         [(k, getattr(v, "key", None)) for k, v in layer.sharded_state_dict("mlp.").items()]
         for layer in (native, fused)
@@ -234,6 +240,16 @@ def overlap_is_switched_off() -> bool:
     set_up_parallel(2)
     config = make_config("mok", moe_shared_expert_overlap=True, **SHARED)
     return not config.moe_shared_expert_overlap and config.moe_token_dispatcher_type == "mok"
+
+
+def announcements() -> list[str]:
+    """What two layers of a shape not built before print on this rank."""
+    set_up_parallel(2)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        for _ in range(2):
+            make_layer(make_config("mok", moe_ffn_hidden_size=320))
+    return output.getvalue().splitlines()
 
 
 class GroupedLinear(torch.nn.Module):

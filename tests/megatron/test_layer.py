@@ -40,6 +40,11 @@ def test_different_token_counts(ranks, ep):
     assert_close(ranks.run("layer_cases.compare", ep, [96, 1, 5, 37]), FP32)
 
 
+@pytest.mark.parametrize("ep", [2, 4])
+def test_rank_without_tokens(ranks, ep):
+    assert_close(ranks.run("layer_cases.compare_below_the_router", ep, [48, 0, 5, 37]), FP32)
+
+
 def test_padding_mask(ranks):
     results = ranks.run("layer_cases.compare", 2, EVEN, "fp32", padded=11)
     assert_close(results, FP32)

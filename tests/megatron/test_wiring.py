@@ -86,6 +86,14 @@ def test_shared_expert_overlap_is_switched_off(ranks):
     assert all(ranks.run("hook_cases.overlap_is_switched_off"))
 
 
+def test_one_line_says_what_runs(ranks):
+    lines = ranks.run("hook_cases.announcements")
+    assert lines[1:] == [[]] * 3
+    (line,) = lines[0]
+    for part in ("fused", "engine host", "expert-parallel group of 2", "MiB per rank", "ffn 320"):
+        assert part in line
+
+
 def test_install_is_idempotent(ranks):
     assert all(ranks.run("hook_cases.installs_once"))
 
