@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from moe_cases import set_up_parallel
-from train_cases import Trainer
+
+from tests.megatron.moe_cases import set_up_parallel
+from tests.megatron.train_cases import Trainer
 
 
 def _metadata() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 import pytest
-from rank_pool import RankPool
+
+from tests.megatron.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -12,18 +12,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from layer_cases import pair, relative_difference, run_layer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from moe_cases import make_config, make_layer, set_up_parallel
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatron_mok.megatron import MoKOptions, install, set_options
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.layer import MoKMoELayer
 from megatron_mok.megatron.validation import ARGS_REFUSALS, CONFIG_REFUSALS
+from tests.megatron.layer_cases import pair, relative_difference, run_layer
+from tests.megatron.moe_cases import make_config, make_layer, set_up_parallel
 
 SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True}
 
@@ -101,7 +101,7 @@ def gradient_hooks(fusion: bool) -> dict[str, Any]:
     """
     set_up_parallel(2)
     if fusion:
-        from moe_cases import use_host_weight_gradient_fusion
+        from tests.megatron.moe_cases import use_host_weight_gradient_fusion
 
         use_host_weight_gradient_fusion()
     native, fused = pair(gradient_accumulation_fusion=False)

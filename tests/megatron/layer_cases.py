@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from moe_cases import ROUTERS, make_config, make_layer, set_up_parallel
 
 from megatron_mok.megatron.layer import MoKMoELayer
+from tests.megatron.moe_cases import ROUTERS, make_config, make_layer, set_up_parallel
 
 
 def run_layer(layer: Any, tokens: int, seed: int = 3, padded: int = 0) -> dict[str, torch.Tensor]:

@@ -12,10 +12,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from rank_pool import init_world
 
 from megatron_mok.megatron import MoKOptions, set_options
 from megatron_mok.runtime import release_workspaces
+from tests.megatron.rank_pool import init_world
 
 MAX_TOKENS = 96
 

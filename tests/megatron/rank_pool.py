@@ -35,7 +35,9 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(self, function: str, *args: Any, timeout_s: float = 90.0, **kwargs: Any) -> list:
-        """Call `function` ("module.name") on all ranks; returns what each of them returned.
+        """Call `function`, "module.name" in this folder, on all ranks.
+
+        Returns: what each of them returned.
 
         By name, so that the process of pytest does not import Megatron.
 
@@ -121,7 +123,7 @@ def _rank_main(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
 def _call(function: str, *args: Any, **kwargs: Any) -> Any:
     module, name = function.rsplit(".", 1)
-    return getattr(importlib.import_module(module), name)(*args, **kwargs)
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args, **kwargs)
 
 
 def _guarded(function: Callable, *args: Any, **kwargs: Any) -> tuple[bool, Any]:

@@ -28,16 +28,16 @@ from megatron.core.transformer.moe.moe_logging import (
     destroy_moe_metrics_tracker,
     get_moe_metrics_tracker,
 )
-from moe_cases import (
+
+from megatron_mok.megatron.layer import MoKMoELayer
+from megatron_mok.megatron.replicas import assert_replicas_equal
+from tests.megatron.moe_cases import (
     ROUTERS,
     make_config,
     set_up_parallel,
     use_host_weight_gradient_fusion,
     use_output_discarding_without_te,
 )
-
-from megatron_mok.megatron.layer import MoKMoELayer
-from megatron_mok.megatron.replicas import assert_replicas_equal
 
 SEQUENCE, MICRO_BATCH, MICROBATCHES, VOCAB = 16, 2, 2, 64
 
