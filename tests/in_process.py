@@ -1,4 +1,7 @@
-"""EP ranks as threads of one process, and fresh random layers to run on them."""
+"""EP ranks as threads of one process, and fresh random layers to run on them.
+
+On a GPU each thread has a stream of its own, and each rank its share of the SMs.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,18 +11,28 @@ import torch
 from megatron_mok.ops import fused_moe
 from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace
 
-OPTIONS = RuntimeOptions(first_wait_s=60, inner_wait_s=60, host_threads=2)
+OPTIONS = RuntimeOptions(first_wait_s=60, inner_wait_s=60, workers=2)
 
 
-def run_ranks(ep_size, body):
+def run_ranks(ep_size, body, device="cpu"):
     """Runs body(rank) on one thread per rank; results in rank order. The first error is raised."""
+
+    def on_stream(rank):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            result = body(rank)
+            torch.cuda.current_stream().synchronize()
+            return result
+
+    if device == "cuda":
+        torch.cuda.synchronize()  # inputs were made on another stream
     with ThreadPoolExecutor(ep_size) as pool:
-        futures = [pool.submit(body, rank) for rank in range(ep_size)]
+        run = on_stream if device == "cuda" else body
+        futures = [pool.submit(run, rank) for rank in range(ep_size)]
         return [future.result() for future in futures]
 
 
-def make_workspaces(ep_size, options=OPTIONS, **shape):
-    return Workspace.in_process(LayerShape(**shape), ep_size, options)
+def make_workspaces(ep_size, options=OPTIONS, device="cpu", **shape):
+    return Workspace.in_process(LayerShape(**shape), ep_size, options, device)
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> 
         options=RuntimeOptions(
             first_wait_s=options.first_timeout_s,
             inner_wait_s=options.inner_timeout_s,
-            host_threads=options.host_threads,
+            workers=options.host_threads,
         ),
     )
     if torch.distributed.get_rank() == 0 and shape not in _announced:

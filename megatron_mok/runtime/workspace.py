@@ -60,22 +60,21 @@ class RuntimeOptions:
         first_wait_s: seconds a call waits for its peers to enter it; they may be saving a
             checkpoint or compiling.
         inner_wait_s: seconds every later wait of a call may take.
-        host_threads: threads of the host engine on this rank; 0: CPUs divided by ranks.
+        workers: threads of the host engine on this rank (0: CPUs divided by ranks), or CTAs of the
+            CUDA engine (0: one per SM; fewer where ranks share a GPU).
     """
 
     first_wait_s: float = 600.0
     inner_wait_s: float = 60.0
-    host_threads: int = 0
+    workers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("first_wait_s", "inner_wait_s"):
             value = getattr(self, name)
             if not 0.001 <= value <= 2_000_000:
                 raise ValueError(f"{name} is {value}; allowed is 0.001 to 2,000,000 seconds")
-        if self.host_threads < 0:
-            raise ValueError(
-                f"host_threads is {self.host_threads}; allowed is 0 (automatic) or more"
-            )
+        if self.workers < 0:
+            raise ValueError(f"workers is {self.workers}; allowed is 0 (automatic) or more")
 
 
 _handles = itertools.count(1)
@@ -269,7 +268,7 @@ def _c_shape(shape: LayerShape, ep_size: int, ep_rank: int) -> abi.MokShape:
 
 def _c_options(options: RuntimeOptions) -> abi.MokOptions:
     return abi.MokOptions(
-        workers=options.host_threads,
+        workers=options.workers,
         first_wait_ms=int(options.first_wait_s * 1000),
         inner_wait_ms=int(options.inner_wait_s * 1000),
     )

@@ -69,7 +69,7 @@ def test_bitwise_equal_whatever_is_saved_and_however_many_threads():
     layer = random_layer(900, 64, 192, 4, 3, torch.bfloat16, seed=5)
     first = run_layer(layer, make_workspaces(2, **layer.shape), [0, 450, 900], saved_rows=10**6)
     for saved_rows, threads in ((0, 1), (300, 3), (1024, 2), (10**6, 5)):
-        options = RuntimeOptions(first_wait_s=60, inner_wait_s=60, host_threads=threads)
+        options = RuntimeOptions(first_wait_s=60, inner_wait_s=60, workers=threads)
         workspaces = make_workspaces(2, options, **layer.shape)
         again = run_layer(layer, workspaces, [0, 450, 900], saved_rows=saved_rows)
         first.assert_bitwise_equal(again)

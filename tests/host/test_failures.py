@@ -30,7 +30,7 @@ SHAPE = {
     "max_tokens": 8,
     "dtype": torch.float32,
 }
-SHORT = RuntimeOptions(first_wait_s=2, inner_wait_s=2, host_threads=1)
+SHORT = RuntimeOptions(first_wait_s=2, inner_wait_s=2, workers=1)
 
 
 def forward(layer, workspace, rank, ep_size):
