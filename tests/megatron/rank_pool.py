@@ -5,10 +5,12 @@ Importing Megatron takes seconds per process, so every test of a session shares 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -59,7 +61,10 @@ class RankPool:
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""
         for process in self._processes:
-            process.kill()
+            # With the helpers that it started: Megatron's checkpoint writer has some.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # a rank that is not yet the head of a group
             process.join()
         for pipe in self._pipes:
             pipe.close()
@@ -103,6 +108,7 @@ class RankPool:
 
 
 def _rank_main(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    os.setpgrp()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -115,8 +121,8 @@ def _rank_main(rank: int, size: int, folder: str, pipe: Connection) -> None:
     while True:
         try:
             function, args, kwargs = pipe.recv()
-        except EOFError:
-            os._exit(0)
+        except EOFError:  # pytest is gone
+            os.killpg(0, signal.SIGKILL)
         pipe.send(_guarded(_call, function, *args, **kwargs))
         sys.stdout.flush()
 
