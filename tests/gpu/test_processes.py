@@ -1,0 +1,112 @@
+"""EP ranks as processes that share one GPU under MPS, memory mapped with CUDA IPC.
+
+Without the MPS daemon the processes' kernels do not run side by side, and the ranks only take turns.
+"""
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 1500, 1024, 512, 16, 4
+
+
+def find_mps_control():
+    return shutil.which("nvidia-cuda-mps-control") or shutil.which(
+        "/usr/local/nvidia/bin/nvidia-cuda-mps-control"
+    )
+
+
+@contextmanager
+def mps_daemon():
+    """A private MPS daemon for the processes started inside."""
+    control = find_mps_control()
+    with tempfile.TemporaryDirectory() as folder:
+        names = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        os.environ |= names
+        subprocess.run([control, "-d"], check=True, timeout=30)
+        try:
+            yield
+        finally:
+            subprocess.run([control], input=b"quit\n", timeout=30, check=False)
+            for name in names:
+                os.environ.pop(name)
+
+
+def rank_process(rank, ep_size, port, results):
+    import torch.distributed as dist
+
+    from megatron_mok.ops import fused_moe
+    from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace
+    from tests.gpu.test_forward import gpu_layer
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=ep_size)
+    layer = gpu_layer(TOKENS, HIDDEN, FFN, EXPERTS, TOPK, seed=31)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    workspace = Workspace.create(
+        LayerShape(**layer.shape),
+        dist.group.WORLD,
+        torch.device("cuda"),
+        RuntimeOptions(first_wait_s=60, inner_wait_s=20, workers=min(sms, 132 // ep_size)),
+    )
+    own = slice(TOKENS * rank // ep_size, TOKENS * (rank + 1) // ep_size)
+    experts = slice(EXPERTS * rank // ep_size, EXPERTS * (rank + 1) // ep_size)
+    outputs = [
+        fused_moe(
+            layer.hidden_TH[own],
+            layer.expert_ids_TK[own].contiguous(),
+            layer.probs_TK[own].contiguous(),
+            layer.fc1[experts],
+            layer.fc2[experts],
+            workspace,
+        )
+        for _ in range(3)
+    ]
+    torch.cuda.synchronize()
+    same = all(torch.equal(outputs[0], other) for other in outputs)
+    results.put((rank, same, outputs[0].cpu().view(torch.int16).numpy()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_processes(ep_size):
+    """Output of all tokens, as the bits of BF16."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = 29500 + os.getpid() % 1000 + ep_size
+    ranks = [
+        context.Process(target=rank_process, args=(r, ep_size, port, results))
+        for r in range(ep_size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        parts = {}
+        for _ in ranks:
+            rank, same, bits = results.get(timeout=150)
+            assert same, f"rank {rank}: three calls differ"
+            parts[rank] = torch.from_numpy(bits)
+        for process in ranks:
+            process.join(timeout=30)
+        return torch.cat([parts[r] for r in range(ep_size)])
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.skipif(find_mps_control() is None, reason="no nvidia-cuda-mps-control")
+def test_bitwise_equal_at_every_ep_size_across_processes(monkeypatch):
+    with mps_daemon():
+        monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+        alone = run_processes(1)
+        for ep_size in (2, 4, 8):
+            monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", str(100 / ep_size))
+            assert torch.equal(alone, run_processes(ep_size)), ep_size
