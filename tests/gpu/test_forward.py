@@ -231,7 +231,7 @@ def test_rank_that_never_comes_becomes_a_timeout_and_poisons_the_workspace():
 
 def test_more_tokens_than_the_workspace_takes():
     layer = gpu_layer(65, 128, 128, 4, 2, seed=1)
-    with pytest.raises(ValueError, match="65.*64"):
+    with pytest.raises(ValueError, match=r"65.*64"):
         forward(layer, workspaces_for(layer, 1, max_tokens=64))
 
 

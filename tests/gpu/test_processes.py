@@ -1,6 +1,6 @@
 """EP ranks as processes that share one GPU under MPS, memory mapped with CUDA IPC.
 
-Without the MPS daemon the processes' kernels do not run side by side, and the ranks only take turns.
+Without the MPS daemon the kernels of processes do not run side by side; ranks only take turns.
 """
 
 import multiprocessing
