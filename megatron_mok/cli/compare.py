@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import shlex
 import sys
 from pathlib import Path
 
@@ -74,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_mok.compare.report import print_report, write_json
     from megatron_mok.compare.runner import CompareError, run_comparison
     from megatron_mok.compare.summary import summarize
+    from megatron_mok.results import command_line
 
     try:
         config = configs.load(args.config)
@@ -93,8 +93,7 @@ def run(args: argparse.Namespace) -> int:
     except CompareError as error:
         return _fail(1, str(error))
     rows = summarize(config, results)
-    command = shlex.join(["megatron-mok", *sys.argv[1:]])
-    write_json(out / "results.json", command, config, results, rows)
+    write_json(out / "results.json", command_line(), config, results, rows)
     write_chart(out / "report.png", config, results, rows)
     print_report(console, config, results, rows)
     console.print(f"Written to {out}/: results.json, report.png, logs", soft_wrap=True)

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
+from megatron_mok.charts import COLORS, INK, png_figure
+
 from .config import CompareConfig
 from .runner import ArmResult
 from .summary import Row, is_functional, loss_differences
-
-_COLORS = ("#4C5B70", "#E4572E", "#2E86AB", "#76B041", "#8E5EA2", "#C9A227")
-_INK, _GRID = "#22272e", "#d9dee4"
 
 
 def write_chart(path: Path, config: CompareConfig, results: list[ArmResult], rows: list[Row]):
@@ -15,27 +14,8 @@ def write_chart(path: Path, config: CompareConfig, results: list[ArmResult], row
     good = [(result, row) for result, row in zip(results, rows, strict=True) if not result.failure]
     if not good:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    colors = {result.arm: _COLORS[i % len(_COLORS)] for i, result in enumerate(results)}
-    style = {
-        "font.size": 10,
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": _GRID,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "grid.color": _GRID,
-        "grid.linewidth": 0.8,
-    }
-    with plt.rc_context(style):
-        figure = plt.figure(figsize=(11, 5.2), layout="constrained")
+    colors = {result.arm: COLORS[i % len(COLORS)] for i, result in enumerate(results)}
+    with png_figure(path, 11, 5.2) as figure:
         grid = figure.add_gridspec(2, 2, width_ratios=(2, 1), height_ratios=(2.2, 1))
         loss_axis = figure.add_subplot(grid[0, 0])
         _draw_losses(loss_axis, [r for r, _ in good], colors)
@@ -44,8 +24,6 @@ def write_chart(path: Path, config: CompareConfig, results: list[ArmResult], row
         )
         _draw_throughput(figure.add_subplot(grid[:, 1]), [row for _, row in good], colors, config)
         figure.suptitle(config.name, x=0.01, ha="left", fontweight="bold")
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
 
 
 def _draw_losses(axis, results, colors) -> None:
@@ -93,7 +71,7 @@ def _draw_differences(axis, results, colors) -> None:
     else:
         axis.set_yticks([0])
         text = "bitwise equal in every step" if others else "one arm only"
-        axis.text(0.5, 0.6, text, transform=axis.transAxes, ha="center", color=_INK)
+        axis.text(0.5, 0.6, text, transform=axis.transAxes, ha="center", color=INK)
 
 
 def _draw_throughput(axis, rows, colors, config) -> None:
@@ -109,7 +87,7 @@ def _draw_throughput(axis, rows, colors, config) -> None:
         width=0.6,
         color=[colors[name] for name in names],
         yerr=ends,
-        error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 3},
+        error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 3},
     )
     for bar, speed in zip(bars, speeds, strict=True):
         middle = bar.get_x() + bar.get_width() / 2

@@ -8,8 +8,6 @@ float64, `grad_norm`, `tokens` = hash of the token ids since the step before), `
 """
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import resource
 import sys
@@ -115,16 +113,11 @@ def _flops_per_step(training) -> float:
 
 
 def _environment() -> dict:
-    import megatron.core
     import torch
 
-    te = importlib.util.find_spec("transformer_engine")
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "megatron": megatron.core.__version__,
-        "te": importlib.metadata.version("transformer_engine") if te else None,
-    }
+    from megatron_mok.results import installed_versions
+
+    return {"device": torch.cuda.get_device_name(), **installed_versions()}
 
 
 def _peak_bytes() -> int:

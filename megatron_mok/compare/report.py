@@ -1,15 +1,14 @@
 """A comparison's results for people and programs: a table, results.json and a chart."""
 
 import dataclasses
-import datetime
-import json
-import subprocess
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from megatron_mok import results as results_file
 
 from .config import CompareConfig
 from .runner import ArmResult
@@ -77,22 +76,18 @@ def write_json(
     ran = next((r.history for r in results if r.failure is None), None)
     start = ran.start[0] if ran else {}
     on_gpu = config.device == "cuda"
-    tree = {
-        "command": command,
-        "gpu": start.get("device") if on_gpu else None,
-        "n_gpus": config.parallel.ranks if on_gpu else 0,
-        "ranks": config.parallel.ranks,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "torch": start.get("torch"),
-        "megatron": start.get("megatron"),
-        "te": start.get("te"),
-        "dense_tflops": None,
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "config": dataclasses.asdict(config),
-        "steps": {r.arm: _steps(r) for r in results if r.history is not None},
-    }
-    path.write_text(json.dumps(tree, indent=1) + "\n")
+    tree = results_file.header(
+        command,
+        gpu=start.get("device") if on_gpu else None,
+        n_gpus=config.parallel.ranks if on_gpu else 0,
+        ranks=config.parallel.ranks,
+        versions=start,
+        dense_tflops=None,
+    )
+    tree["rows"] = [dataclasses.asdict(row) for row in rows]
+    tree["config"] = dataclasses.asdict(config)
+    tree["steps"] = {r.arm: _steps(r) for r in results if r.history is not None}
+    results_file.write(path, tree)
 
 
 def _ms(value: float) -> str:
@@ -123,17 +118,3 @@ def _setting(config: CompareConfig) -> str:
             parts.append(f"{name} {size}")
     parts += [config.precision, f"{config.train.steps} steps of {config.tokens_per_step:,} tokens"]
     return ", ".join(parts)
-
-
-def _commit() -> str | None:
-    try:
-        git = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return git.stdout.strip() or None if git.returncode == 0 else None
