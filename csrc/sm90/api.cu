@@ -184,7 +184,9 @@ MokStatus mok_workspace_create(const MokWorkspaceDesc* desc, MokWorkspace** work
 void mok_workspace_destroy(MokWorkspace* workspace) { delete workspace; }
 
 MokStatus mok_schedule(MokWorkspace*, MokScheduleArgs*) { return not_there("schedule as data"); }
-MokStatus mok_dispatch(MokWorkspace*, const MokDispatchArgs*) { return not_there("dispatch alone"); }
+MokStatus mok_dispatch(MokWorkspace*, const MokDispatchArgs*) {
+  return not_there("dispatch alone");
+}
 MokStatus mok_combine(MokWorkspace*, const MokCombineArgs*) { return not_there("combine alone"); }
 MokStatus mok_backward(MokWorkspace*, const MokBackwardArgs*) { return not_there("backward"); }
 

@@ -46,9 +46,18 @@ struct Watchdog {
   uint64_t inner_wait_ns;
 };
 
-// A rank's report: groups 0 .. groups-1 of this epoch are complete, and so are all earlier epochs.
-MOK_HD uint64_t progress_word(uint32_t epoch, uint32_t groups) {
-  return uint64_t{epoch} << 32 | groups;
+// A rank's report: so many steps of this epoch are complete, and so are all earlier epochs.
+MOK_HD uint64_t progress_word(uint32_t epoch, uint32_t steps) {
+  return uint64_t{epoch} << 32 | steps;
+}
+
+// A rank's progress counts its groups, but the last one counts for as many as it has panels: runs
+// of column tiles. Its tokens can so be reduced panel by panel while it is still at work.
+constexpr int32_t kPanels = 4;
+
+MOK_HD int32_t num_panels(int32_t fc2_tiles) { return fc2_tiles < kPanels ? fc2_tiles : kPanels; }
+MOK_HD int32_t panel_first_tile(int32_t panel, int32_t fc2_tiles) {
+  return fc2_tiles * panel / num_panels(fc2_tiles);
 }
 
 // Tokens are reduced in the order in which they complete, in buckets of the number of groups that
@@ -77,6 +86,12 @@ struct BlockInfo {
   int32_t group;
 };
 
+// MokRow.k on the device: the route, and the slot that its result is pushed to. Slots of a token
+// are in ascending (expert id, k), the order in which they are added.
+MOK_HD int16_t pack_route(int32_t k, int32_t slot) { return static_cast<int16_t>(k | slot << 8); }
+MOK_HD int32_t route_k(const MokRow& row) { return row.k & 0xff; }
+MOK_HD int32_t route_slot(const MokRow& row) { return row.k >> 8; }
+
 // Where the rows of one expert that come from this rank lie at its owner.
 struct ExpertRows {
   int32_t first_block;  // of the expert
@@ -100,9 +115,9 @@ struct LocalTables {
   int32_t* group_first_block;   // [max_blocks + 1]; num_groups + 1 are in use
   uint32_t* rows_ready;         // [max_blocks] pieces of a block that have been pulled
   uint32_t* activations_ready;  // [max_blocks] FC1 tiles of a block that have been stored
-  uint32_t* group_done;         // [max_blocks] FC2 tiles stored, +1 when all groups before are
-  int32_t* chunk_offsets;       // [E, max_chunks] routes of an expert in earlier chunks of tokens
-  ExpertRows* first_row;        // [E] where this rank's rows of an expert begin at its owner
+  uint32_t* step_done;     // [max_blocks + kPanels] FC2 tiles stored, +1 when all steps before are
+  int32_t* chunk_offsets;  // [E, max_chunks] routes of an expert in earlier chunks of tokens
+  ExpertRows* first_row;   // [E] where this rank's rows of an expert begin at its owner
   ExpertGroups* expert_groups;  // [E] groups of every expert
   int32_t* rank_groups;         // [ep_size] number of groups of each rank
   uint16_t* route_group;        // [max_tokens, K] group of each route at its owner
@@ -131,9 +146,9 @@ struct Geometry {
   int32_t ffn;
   int32_t max_tokens;
   int32_t max_blocks;
-  int32_t max_chunks;
-  int32_t fc1_tiles;  // tiles of kTileF columns
-  int32_t fc2_tiles;  // tiles of kTileN columns
+  int32_t max_chunks;  // a multiple of 4
+  int32_t fc1_tiles;   // tiles of kTileF columns
+  int32_t fc2_tiles;   // tiles of kTileN columns
   // Groups are whole experts, at least min_group_blocks together, so that each weight is read from
   // memory in one group only; experts of more than max_group_blocks are split.
   int32_t min_group_blocks;

@@ -28,9 +28,9 @@ MOK_DEVICE Readiness task_readiness(const Task& task, const ForwardParams& p) {
   return {p.local.activations_ready + task.block, static_cast<uint32_t>(p.geometry.fc1_tiles)};
 }
 
-// Weights are brought into L2 so many K steps before they are loaded: loads then wait for L2 only, which
-// three stages can cover.
-constexpr int32_t kPrefetchSteps = 4;
+// Weights are brought into L2 so many K steps before they are loaded: loads then wait for L2 only,
+// which three stages can cover.
+constexpr int32_t kPrefetchSteps = 8;
 
 // A task looked up ahead of its turn, so that neither the ticket nor the flag costs time later.
 struct NextTask {
@@ -229,21 +229,29 @@ MOK_DEVICE bool store_fc1(const Task& task, const ForwardParams& p, const Forwar
   return true;
 }
 
-// Counts a stored FC2 tile. Whoever completes a group, and all groups before it, tells all ranks.
+// Counts a stored FC2 tile. Whoever completes a step, and all steps before it, tells all ranks.
 MOK_DEVICE void report_progress(const Task& task, const ForwardParams& p) {
   const Geometry& g = p.geometry;
   const CallState& state = *p.local.state;
   const int32_t lane = threadIdx.x % 32;
-  for (int32_t group = task.group; group < state.num_groups; ++group) {
+  const int32_t last_group = state.num_groups - 1;
+  int32_t step = task.group;
+  while (step >= last_group && task.tile >= panel_first_tile(step - last_group + 1, g.fc2_tiles)) {
+    ++step;
+  }
+  for (; step < last_group + num_panels(g.fc2_tiles); ++step) {
+    const int32_t group = min(step, last_group);
+    const int32_t panel = step - last_group;
+    const int32_t tiles =
+        panel < 0 ? g.fc2_tiles
+                  : panel_first_tile(panel + 1, g.fc2_tiles) - panel_first_tile(panel, g.fc2_tiles);
     const int32_t blocks = p.local.group_first_block[group + 1] - p.local.group_first_block[group];
-    const uint32_t target = blocks * g.fc2_tiles + (group > 0 ? 1 : 0);
+    const uint32_t target = blocks * tiles + (step > 0 ? 1 : 0);
     bool complete = false;
-    if (lane == 0) {
-      complete = acquire_release_add(p.local.group_done + group, 1) + 1 == target;
-    }
+    if (lane == 0) complete = acquire_release_add(p.local.step_done + step, 1) + 1 == target;
     if (!__shfl_sync(~0u, complete, 0)) return;
     for (int32_t r = lane; r < g.num_ranks; r += 32) {
-      release_store(p.peers.progress[r] + g.rank, progress_word(state.epoch, group + 1));
+      release_store(p.peers.progress[r] + g.rank, progress_word(state.epoch, step + 1));
     }
     __syncwarp();
   }
@@ -261,9 +269,9 @@ MOK_DEVICE bool store_fc2(const Task& task, const ForwardParams& p, const Staged
     const int32_t r = i * 32 + lane;
     if (r >= task.rows) continue;
     const MokRow row = p.peers.rows[g.rank][int64_t{task.block} * kBlockRows + r];
-    slot[i] = reinterpret_cast<uint64_t>(p.peers.slots[row.rank] +
-                                         (int64_t{row.token} * g.topk + row.k) * row_bytes +
-                                         task.tile * kTileN * 2);
+    slot[i] = reinterpret_cast<uint64_t>(
+        p.peers.slots[row.rank] + (int64_t{row.token} * g.topk + route_slot(row)) * row_bytes +
+        task.tile * kTileN * 2);
   }
   const bool leader = elect_one();
   const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {

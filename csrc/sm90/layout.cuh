@@ -58,7 +58,9 @@ constexpr int32_t kReduceBufferBytes = kMoverChunks * kMoverChunkBytes / 2;
 
 // Columns of a token that are reduced at a time: what K rows of them leave room for, at most 8 a
 // lane.
-MOK_HD constexpr int32_t reduce_columns(int32_t topk) { return topk <= 8 ? 256 : topk <= 16 ? 128 : 64; }
+MOK_HD constexpr int32_t reduce_columns(int32_t topk) {
+  return topk <= 8 ? 256 : topk <= 16 ? 128 : 64;
+}
 static_assert(MOK_MAX_TOPK * reduce_columns(MOK_MAX_TOPK) * 2 <= kReduceBufferBytes);
 
 // Tasks claimed but not yet stored: one loading, one multiplying, one storing.

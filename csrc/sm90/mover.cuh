@@ -65,25 +65,28 @@ MOK_DEVICE bool copy_rows(const uint8_t* source, uint8_t* destination, int32_t r
 
 // A claimed piece of a row block.
 struct DispatchPiece {
-  int32_t block;  // -1: there are no more
-  int32_t first_row;
-  int32_t rows;  // that are not padding; may be 0 or less
+  int32_t ticket;  // -1: there are no more
+  int32_t rows;    // that are not padding; may be 0 or less
 
-  MOK_DEVICE DispatchPiece(const ForwardParams& p, int32_t num_blocks) : block(-1) {
-    int32_t ticket = 0;
+  MOK_DEVICE explicit DispatchPiece(const ForwardParams& p) {
+    uint32_t claimed = 0;
     if (threadIdx.x % 32 == 0) {
-      ticket = atomicAdd(&p.local.state->counters.dispatch_ticket, 1u);
+      claimed = atomicAdd(&p.local.state->counters.dispatch_ticket, 1u);
     }
-    ticket = warp_uniform(ticket);
-    if (ticket >= num_blocks * kPieces) return;
-    block = ticket / kPieces;
-    first_row = ticket % kPieces * kPieceRows;
-    rows = min(p.local.blocks[block].rows - first_row, kPieceRows);
+    ticket = warp_uniform(claimed);
+    if (ticket >= p.local.state->num_blocks * kPieces) {
+      ticket = -1;
+    } else {
+      rows = min(p.local.blocks[block()].rows - first_row(), kPieceRows);
+    }
   }
+
+  MOK_DEVICE int32_t block() const { return ticket / kPieces; }
+  MOK_DEVICE int32_t first_row() const { return ticket % kPieces * kPieceRows; }
 
   // Whether FC1 has read what its place in the ring held before.
   MOK_DEVICE bool ready(const ForwardParams& p) const {
-    const int32_t before = block - p.geometry.row_ring_blocks;
+    const int32_t before = block() - p.geometry.row_ring_blocks;
     return before < 0 || load_relaxed(p.local.activations_ready + before) >= p.geometry.fc1_tiles;
   }
 
@@ -94,15 +97,16 @@ struct DispatchPiece {
     const int32_t row_bytes = g.hidden * 2;
     const uint8_t* source = nullptr;
     if (lane < rows) {
-      const MokRow row = p.peers.rows[g.rank][int64_t{block} * kBlockRows + first_row + lane];
+      const MokRow row = p.peers.rows[g.rank][int64_t{block()} * kBlockRows + first_row() + lane];
       source = p.peers.hidden[row.rank] + int64_t{row.token} * row_bytes;
+      if (row.rank == g.rank) prefetch_bulk(source, row_bytes);
     }
     uint8_t* destination =
-        p.row_ring + (int64_t{block % g.row_ring_blocks} * kBlockRows + first_row) * row_bytes;
+        p.row_ring + (int64_t{block() % g.row_ring_blocks} * kBlockRows + first_row()) * row_bytes;
     if (rows > 0 && !copy_rows(source, destination, rows, row_bytes, chunks, p.dog)) return false;
     finish_bulk_stores();
     __syncwarp();
-    if (lane == 0) release_add(p.local.rows_ready + block, 1);
+    if (lane == 0) release_add(p.local.rows_ready + block(), 1);
     return true;
   }
 };
@@ -111,31 +115,30 @@ struct DispatchPiece {
 // wait for what this rank computes from them; a token is only reduced if that needs no waiting.
 MOK_DEVICE void mover_role(const ForwardParams& p, const ForwardMaps& maps, uint32_t smem,
                            int32_t mover) {
-  const int32_t num_blocks = p.local.state->num_blocks;
   MoverChunks chunks(smem, mover, threadIdx.x % 32);
   ReduceBuffers buffers(smem, mover);
   const TokenQueue queue(p);
-  DispatchPiece piece(p, num_blocks);
-  ReduceItem item(p, queue.claim(p));
-  while (piece.block >= 0 || item.token >= 0) {
+  DispatchPiece piece(p);
+  ReduceItem item = queue.claim(p);
+  while (piece.ticket >= 0 || item.token >= 0) {
     bool pull = false;
     const auto can_work = [&] {
-      pull = piece.block >= 0 && piece.ready(p);
+      pull = piece.ticket >= 0 && piece.ready(p);
       return pull || (item.token >= 0 && item.ready(p));
     };
-    const bool pulling = piece.block >= 0;
+    const bool pulling = piece.ticket >= 0;
     if (!warp_wait_until(can_work, p.dog, pulling ? kWaitRowRing : kWaitCombine,
-                         pulling ? piece.block : item.token)) {
+                         pulling ? piece.block() : item.token)) {
       return;
     }
-    acquire_fence();
+    pull || p.geometry.num_ranks == 1 ? acquire_fence_gpu() : acquire_fence();
     fence_proxy_global();
     if (pull) {
       if (!piece.pull(p, chunks)) return;
-      piece = DispatchPiece(p, num_blocks);
+      piece = DispatchPiece(p);
     } else {
       if (!buffers.reduce(p, maps, item)) return;
-      item = ReduceItem(p, queue.claim(p));
+      item = queue.claim(p);
     }
   }
 }

@@ -127,6 +127,11 @@ MOK_DEVICE void prefetch_tensor_3d(const CUtensorMap* map, int32_t x, int32_t y,
                : "memory");
 }
 
+// Brings contiguous bytes (a multiple of 16, 16-byte aligned) into L2.
+MOK_DEVICE void prefetch_bulk(const void* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
+
 // Copies contiguous bytes (a multiple of 16, both sides 16-byte aligned) into shared memory.
 MOK_DEVICE void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
   asm volatile(
@@ -242,6 +247,20 @@ MOK_DEVICE uint32_t pack_bf16(float low, float high) {
 
 MOK_DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 MOK_DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+// 2^x and 1 / x of the special function unit, results below the normal range flushed to zero.
+// Without the flush each takes several more instructions.
+MOK_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+MOK_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // Tells the compiler that `value` is the same in all lanes, so that it may live in a uniform
 // register (an address that does not costs moves between the matrix instructions).

@@ -37,46 +37,18 @@ MOK_DEVICE void write_columns(const ForwardParams& p, int64_t offset, float (&su
   __stcs(reinterpret_cast<uint4*>(p.output + offset), result);
 }
 
-// Claims tokens in the order in which they complete. Used by whole warps, as all below.
-class TokenQueue {
- public:
-  MOK_DEVICE explicit TokenQueue(const ForwardParams& p) {
-    const int32_t lane = threadIdx.x % 32;
-    const uint32_t* tokens = p.local.state->counters.bucket_tokens;
-    end_ = 0;
-    for (int32_t b = 0; b < kReduceBuckets; ++b) {
-      if (b <= lane) end_ += tokens[b];
-    }
-  }
-
-  // The next token, or -1.
-  MOK_DEVICE int32_t claim(const ForwardParams& p) const {
-    uint32_t ticket = 0;
-    if (threadIdx.x % 32 == 0) ticket = atomicAdd(&p.local.state->counters.reduce_ticket, 1u);
-    ticket = warp_uniform(ticket);
-    if (ticket >= p.tokens) return -1;
-    const int32_t bucket = __popc(__ballot_sync(~0u, end_ <= ticket));
-    const uint32_t first = __shfl_sync(~0u, end_, max(bucket - 1, 0));
-    if (bucket > 0) ticket -= first;
-    return p.local.bucket[int64_t{bucket} * p.geometry.max_tokens + ticket];
-  }
-
- private:
-  uint32_t end_;  // lane b: tokens in buckets 0 .. b
-};
-
-// A claimed token. Lane k knows about route k.
+// A claimed token, or the columns of one panel of it. Lane k knows about route k.
 struct ReduceItem {
-  int32_t token;
+  int32_t token;    // -1: there are no more
+  int32_t panel;    // -1: all columns
   int32_t expert;   // -1: no route
-  uint32_t needed;  // groups that the owner must have finished
+  uint32_t needed;  // steps that the owner must have finished
 
-  MOK_DEVICE ReduceItem(const ForwardParams& p, int32_t claimed) : token(claimed), expert(-1) {
-    const int32_t lane = threadIdx.x % 32;
-    if (token < 0 || lane >= p.geometry.topk) return;
-    const int64_t route = int64_t{token} * p.geometry.topk + lane;
-    expert = p.expert_ids[route];
-    if (expert >= 0) needed = p.local.route_group[route] + 1u;
+  MOK_DEVICE int32_t first_column(const Geometry& g) const {
+    return panel < 0 ? 0 : panel_first_tile(panel, g.fc2_tiles) * kTileN;
+  }
+  MOK_DEVICE int32_t end_column(const Geometry& g) const {
+    return panel < 0 ? g.hidden : min(g.hidden, panel_first_tile(panel + 1, g.fc2_tiles) * kTileN);
   }
 
   // Whether all its results have arrived.
@@ -90,22 +62,66 @@ struct ReduceItem {
     return __all_sync(~0u, arrived);
   }
 
-  // The route that comes lane-th in ascending (expert id, k); `routes` is how many there are.
-  MOK_DEVICE int32_t order(int32_t topk, int32_t& routes) const {
-    const int32_t lane = threadIdx.x % 32;
-    int32_t rank = 0;
-    for (int32_t k = 0; k < topk; ++k) {
-      const int32_t other = __shfl_sync(~0u, expert, k);
-      if (other >= 0 && (other < expert || (other == expert && k < lane))) ++rank;
-    }
-    if (expert < 0) rank = 32;
-    int32_t mine = 0;
-    for (int32_t k = 0; k < topk; ++k) {
-      if (__shfl_sync(~0u, rank, k) == lane) mine = k;
-    }
-    routes = __popc(__ballot_sync(~0u, expert >= 0));
-    return mine;
+  MOK_DEVICE int32_t routes() const { return __popc(__ballot_sync(~0u, expert >= 0)); }
+
+  // Fetches its rows from memory at once: what follows then waits for L2 only.
+  MOK_DEVICE void prefetch(const ForwardParams& p) const {
+    const Geometry& g = p.geometry;
+    const int32_t slot = threadIdx.x % 32;
+    if (slot >= routes()) return;
+    const int64_t row = int64_t{token} * g.topk + slot;
+    prefetch_bulk(p.peers.slots[g.rank] + (row * g.hidden + first_column(g)) * 2,
+                  (end_column(g) - first_column(g)) * 2);
   }
+};
+
+// Claims tokens in the order in which they complete: whole tokens of all buckets but the last, then
+// for each panel all tokens of the last. Used by whole warps, as all below.
+class TokenQueue {
+ public:
+  MOK_DEVICE explicit TokenQueue(const ForwardParams& p) {
+    const int32_t lane = threadIdx.x % 32;
+    const uint32_t* tokens = p.local.state->counters.bucket_tokens;
+    end_ = 0;
+    for (int32_t b = 0; b < kReduceBuckets; ++b) {
+      if (b <= lane) end_ += tokens[b];
+    }
+  }
+
+  MOK_DEVICE ReduceItem claim(const ForwardParams& p) const {
+    const Geometry& g = p.geometry;
+    const int32_t lane = threadIdx.x % 32;
+    ReduceItem item{-1, -1, -1, 0};
+    uint32_t ticket = 0;
+    if (lane == 0) ticket = atomicAdd(&p.local.state->counters.reduce_ticket, 1u);
+    ticket = warp_uniform(ticket);
+    constexpr int32_t kLast = kReduceBuckets - 1;
+    const uint32_t whole = __shfl_sync(~0u, end_, kLast - 1);
+    int32_t bucket = kLast;
+    if (ticket < whole) {
+      bucket = __popc(__ballot_sync(~0u, end_ <= ticket));
+      const uint32_t first = __shfl_sync(~0u, end_, max(bucket - 1, 0));
+      if (bucket > 0) ticket -= first;
+    } else {
+      const uint32_t tokens = p.tokens - whole;  // of the last bucket
+      ticket -= whole;
+      if (tokens == 0 || ticket >= tokens * num_panels(g.fc2_tiles)) return item;
+      item.panel = ticket / tokens;
+      ticket -= item.panel * tokens;
+    }
+    item.token = p.local.bucket[int64_t{bucket} * g.max_tokens + ticket];
+    if (lane >= g.topk) return item;
+    const int64_t route = int64_t{item.token} * g.topk + lane;
+    item.expert = p.expert_ids[route];
+    if (item.expert < 0) return item;
+    const int32_t group = p.local.route_group[route];
+    const bool in_panels = group == p.local.rank_groups[item.expert / g.local_experts] - 1;
+    item.needed = group + (in_panels ? item.panel : 0) + 1;
+    return item;
+  }
+
+ private:
+  uint32_t end_;  // lane b: tokens in buckets 0 .. b
 };
 
 // ---- By mover warps, through shared memory -----------------------------------------------------
@@ -128,24 +144,28 @@ class ReduceBuffers {
     const Geometry& g = p.geometry;
     const int32_t lane = threadIdx.x % 32;
     const int32_t columns = reduce_columns(g.topk);
-    int32_t routes;
-    const int32_t order = item.order(g.topk, routes);
-    const int32_t steps = (g.hidden + columns - 1) / columns;
-    load(maps, g, item.token, 0, columns);
+    const int32_t routes = item.routes();
+    const int32_t end = item.end_column(g);
+    const int32_t steps = (end - item.first_column(g) + columns - 1) / columns;
+    item.prefetch(p);
+    __syncwarp();
+    load(maps, g, item, 0, columns);
     for (int32_t step = 0; step < steps; ++step) {
-      if (step + 1 < steps) load(maps, g, item.token, step + 1, columns);
+      if (step + 1 < steps) load(maps, g, item, step + 1, columns);
       const int32_t buffer = step % 2;
       const bool ok = wait_barrier(full_ + buffer * 8, parity_ >> buffer & 1, p.dog, kWaitReduce);
       if (!__all_sync(~0u, ok)) return false;
       parity_ ^= 1u << buffer;
       const uint32_t from = data_ + buffer * kReduceBufferBytes + lane * 16;
       float sum[8] = {};
-      for (int32_t n = 0; n < routes; ++n) {
-        const int32_t k = __shfl_sync(~0u, order, n);
-        if (lane * 8 < columns) add_columns(sum, load_shared_uint4(from + k * columns * 2));
+      if (lane * 8 < columns) {
+#pragma unroll 4
+        for (int32_t n = 0; n < routes; ++n) {
+          add_columns(sum, load_shared_uint4(from + n * columns * 2));
+        }
       }
-      const int32_t column = step * columns + lane * 8;
-      if (lane * 8 < columns && column < g.hidden) {
+      const int32_t column = item.first_column(g) + step * columns + lane * 8;
+      if (lane * 8 < columns && column < end) {
         write_columns(p, (int64_t{item.token} * g.hidden + column) * 2, sum);
       }
       __syncwarp();  // all lanes have read the buffer
@@ -154,13 +174,14 @@ class ReduceBuffers {
   }
 
  private:
-  MOK_DEVICE void load(const ForwardMaps& maps, const Geometry& g, int32_t token, int32_t step,
-                       int32_t columns) const {
+  MOK_DEVICE void load(const ForwardMaps& maps, const Geometry& g, const ReduceItem& item,
+                       int32_t step, int32_t columns) const {
     if (!elect_one()) return;
     const uint32_t full = full_ + step % 2 * 8;
     barrier_expect(full, g.topk * columns * 2);
-    load_tensor_2d(data_ + step % 2 * kReduceBufferBytes, &maps.slots, full, step * columns,
-                   token * g.topk, CachePolicy::kEvictFirst);
+    load_tensor_2d(data_ + step % 2 * kReduceBufferBytes, &maps.slots, full,
+                   item.first_column(g) + step * columns, item.token * g.topk,
+                   CachePolicy::kEvictFirst);
   }
 
   uint32_t data_;
@@ -176,18 +197,18 @@ MOK_DEVICE void reduce_token(const ForwardParams& p, const ReduceItem& item) {
   const Geometry& g = p.geometry;
   const int32_t lane = threadIdx.x % 32;
   const int32_t row_bytes = g.hidden * 2;
-  int32_t routes;
-  const int32_t order = item.order(g.topk, routes);
+  const int32_t routes = item.routes();
   const uint8_t* slots = p.peers.slots[g.rank] + int64_t{item.token} * g.topk * row_bytes;
-  for (int32_t at = lane * 16; at - lane * 16 < row_bytes; at += 512) {
-    const bool inside = at < row_bytes;
+  const int32_t end = item.end_column(g) * 2;
+  for (int32_t first = item.first_column(g) * 2; first < end; first += 512) {
+    const int32_t at = first + lane * 16;
+    const bool inside = at < end;
     float sum[8] = {};
     for (int32_t n = 0; n < routes; n += kBatch) {
       uint4 v[kBatch];
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {
-        const int32_t k = __shfl_sync(~0u, order, (n + i) % 32);
-        if (n + i < routes && inside) v[i] = load_columns(slots + int64_t{k} * row_bytes + at);
+        if (n + i < routes && inside) v[i] = load_columns(slots + (n + i) * row_bytes + at);
       }
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {
@@ -202,10 +223,12 @@ MOK_DEVICE void reduce_token(const ForwardParams& p, const ReduceItem& item) {
 MOK_DEVICE void reduce_tokens(const ForwardParams& p) {
   const TokenQueue queue(p);
   while (true) {
-    const ReduceItem item(p, queue.claim(p));
+    const ReduceItem item = queue.claim(p);
     if (item.token < 0) return;
     if (!warp_wait_until([&] { return item.ready(p); }, p.dog, kWaitCombine, item.token)) return;
-    acquire_fence();
+    p.geometry.num_ranks == 1 ? acquire_fence_gpu() : acquire_fence();
+    item.prefetch(p);
+    __syncwarp();
     reduce_token(p, item);
   }
 }

@@ -32,10 +32,11 @@ __global__ void __launch_bounds__(kChunkRoutes)
   const Geometry& g = p.geometry;
   for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) count[e] = 0;
   const int32_t first = blockIdx.x * blockDim.x + threadIdx.x;
-  for (int32_t i = first; i < g.max_blocks; i += gridDim.x * blockDim.x) {
+  for (int32_t i = first; i < g.max_blocks + kPanels; i += gridDim.x * blockDim.x) {
+    p.local.step_done[i] = 0;
+    if (i >= g.max_blocks) continue;
     p.local.rows_ready[i] = 0;
     p.local.activations_ready[i] = 0;
-    p.local.group_done[i] = 0;
   }
   if (first == 0) p.local.state->counters = CallState::Counters{};
   __syncthreads();
@@ -59,15 +60,25 @@ MOK_DEVICE int32_t warp_inclusive_sum(int32_t value) {
   return value;
 }
 
-// Turns the counts of an expert's chunks into offsets; returns their sum. By a warp.
+// Turns the counts of an expert's chunks into offsets; returns their sum. By a warp; `counts` has
+// room for whole groups of 4 chunks, of which those beyond `chunks` are undefined.
 MOK_DEVICE int32_t scan_chunks(int32_t* counts, int32_t chunks) {
   const int32_t lane = threadIdx.x % 32;
   int32_t total = 0;
-  for (int32_t first = 0; first < chunks; first += 32) {
-    const int32_t chunk = first + lane;
-    const int32_t count = chunk < chunks ? counts[chunk] : 0;
-    const int32_t sum = warp_inclusive_sum(count);
-    if (chunk < chunks) counts[chunk] = total + sum - count;
+  for (int32_t first = 0; first < chunks; first += 128) {
+    const int32_t chunk = first + lane * 4;
+    int4 c = make_int4(0, 0, 0, 0);
+    if (chunk < chunks) c = *reinterpret_cast<const int4*>(counts + chunk);
+    if (chunk + 1 >= chunks) c.y = 0;
+    if (chunk + 2 >= chunks) c.z = 0;
+    if (chunk + 3 >= chunks) c.w = 0;
+    const int32_t mine = c.x + c.y + c.z + c.w;
+    const int32_t sum = warp_inclusive_sum(mine);
+    const int32_t before = total + sum - mine;
+    if (chunk < chunks) {
+      *reinterpret_cast<int4*>(counts + chunk) =
+          make_int4(before, before + c.x, before + c.x + c.y, before + c.x + c.y + c.z);
+    }
     total += __shfl_sync(~0u, sum, 31);
   }
   return total;
@@ -127,9 +138,13 @@ MOK_DEVICE int32_t cut_groups(const Geometry& g, const int32_t* first_block, Exp
     ++groups;
     open = blocks;
   };
+  const int32_t origin = first_block[0];
+  int32_t end = origin;
+#pragma unroll 4
   for (int32_t i = 0; i < g.local_experts; ++i) {
-    const int32_t block = first_block[i] - first_block[0];
-    const int32_t n = first_block[i + 1] - first_block[i];
+    const int32_t block = end - origin;
+    end = first_block[i + 1];
+    const int32_t n = end - origin - block;
     if (n == 0) continue;
     if (n > g.max_group_blocks) {
       const int32_t chunks = (n + g.max_group_blocks - 1) / g.max_group_blocks;
@@ -163,6 +178,7 @@ __global__ void __launch_bounds__(1024, 1)
   const Geometry& g = p.geometry;
   CallState& state = *p.local.state;
   const int32_t chunks = ceil_div(p.tokens, chunk_tokens(g.topk));
+#pragma unroll 4
   for (int32_t e = threadIdx.x / 32; e < g.num_experts; e += 32) {
     const int32_t total = scan_chunks(p.local.chunk_offsets + int64_t{e} * g.max_chunks, chunks);
     if (threadIdx.x % 32 == 0) totals[e] = total;
@@ -239,6 +255,16 @@ MOK_DEVICE int32_t rank_in_chunk(int32_t expert, int32_t* running) {
   return base + __popc(same & ((1u << lane) - 1));
 }
 
+// Routes of the token that come before this one in ascending (expert id, k).
+MOK_DEVICE int32_t slot_of(const ChunkRoute& route, const int32_t* expert_ids, int32_t topk) {
+  int32_t slot = 0;
+  for (int32_t k = 0; k < topk; ++k) {
+    const int32_t other = expert_ids[int64_t{route.token} * topk + k];
+    if (other >= 0 && (other < route.expert || (other == route.expert && k < route.k))) ++slot;
+  }
+  return slot;
+}
+
 // Writes each route's row into the table of its expert's owner, and sorts tokens into buckets of
 // when they can be reduced.
 __global__ void __launch_bounds__(kChunkRoutes)
@@ -261,8 +287,9 @@ __global__ void __launch_bounds__(kChunkRoutes)
         begin.before_rank + position +
         p.local.chunk_offsets[int64_t{route.expert} * g.max_chunks + blockIdx.x];
     const int32_t row = begin.first_block * static_cast<int32_t>(kBlockRows) + in_expert;
+    const int32_t slot = slot_of(route, p.expert_ids, g.topk);
     p.peers.rows[owner][row] = MokRow{route.token, static_cast<int16_t>(g.rank),
-                                      static_cast<int16_t>(route.k), p.probs[id], route.expert};
+                                      pack_route(route.k, slot), p.probs[id], route.expert};
     const int32_t group =
         p.local.expert_groups[route.expert].group_of(in_expert / static_cast<int32_t>(kBlockRows));
     p.local.route_group[id] = static_cast<uint16_t>(group);

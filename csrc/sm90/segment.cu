@@ -1,5 +1,6 @@
-// Device memory that ranks map from each other: CUDA IPC, between processes on one GPU or on several
-// GPUs of a host. Allocated here and not by torch, whose expandable segments cannot be exported.
+// Device memory that ranks map from each other: CUDA IPC, between processes on one GPU or on
+// several GPUs of a host. Allocated here and not by torch, whose expandable segments cannot be
+// exported.
 #include <cstring>
 
 #include "error.h"

@@ -147,10 +147,10 @@ MOK_DEVICE bool wait_epoch(const uint32_t* flag, uint32_t epoch, const Watchdog&
                     site, detail, limit_ns);
 }
 
-// Waits until a rank has finished `groups` groups of this call.
-MOK_DEVICE bool wait_progress(const uint64_t* word, uint32_t epoch, uint32_t groups,
+// Waits until a rank has finished `steps` steps of this call.
+MOK_DEVICE bool wait_progress(const uint64_t* word, uint32_t epoch, uint32_t steps,
                               const Watchdog& dog, WaitSite site, int32_t detail) {
-  const uint64_t target = progress_word(epoch, groups);
+  const uint64_t target = progress_word(epoch, steps);
   return wait_until([=] { return load_relaxed(word) >= target; }, dog, site, detail,
                     dog.inner_wait_ns);
 }

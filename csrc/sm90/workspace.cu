@@ -33,7 +33,7 @@ Geometry make_geometry(const MokShape& s, int32_t ctas) {
   g.ffn = s.ffn;
   g.max_tokens = s.max_tokens;
   g.max_blocks = static_cast<int32_t>(max_blocks(s));
-  g.max_chunks = static_cast<int32_t>(ceil_div(s.max_tokens, chunk_tokens(s.topk)));
+  g.max_chunks = static_cast<int32_t>(align_up(ceil_div(s.max_tokens, chunk_tokens(s.topk)), 4));
   g.fc1_tiles = static_cast<int32_t>(ceil_div(s.ffn, kTileF));
   g.fc2_tiles = static_cast<int32_t>(ceil_div(s.hidden, kTileN));
   // Two waves of FC1 tiles or nearly so: FC1 of a group is then done when its FC2 is claimed.
@@ -64,7 +64,7 @@ LocalLayout make_local_layout(const Geometry& g) {
   at.group_first_block = take((int64_t{g.max_blocks} + 1) * 4);
   at.rows_ready = take(int64_t{g.max_blocks} * 4);
   at.activations_ready = take(int64_t{g.max_blocks} * 4);
-  at.group_done = take(int64_t{g.max_blocks} * 4);
+  at.step_done = take((int64_t{g.max_blocks} + kPanels) * 4);
   at.chunk_offsets = take(int64_t{g.num_experts} * g.max_chunks * 4);
   at.first_row = take(int64_t{g.num_experts} * sizeof(ExpertRows));
   at.expert_groups = take(int64_t{g.num_experts} * sizeof(ExpertGroups));
@@ -170,7 +170,7 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
   local.blocks = reinterpret_cast<BlockInfo*>(base + at.blocks);
   local.rows_ready = reinterpret_cast<uint32_t*>(base + at.rows_ready);
   local.activations_ready = reinterpret_cast<uint32_t*>(base + at.activations_ready);
-  local.group_done = reinterpret_cast<uint32_t*>(base + at.group_done);
+  local.step_done = reinterpret_cast<uint32_t*>(base + at.step_done);
   local.chunk_offsets = reinterpret_cast<int32_t*>(base + at.chunk_offsets);
   local.group_first_block = reinterpret_cast<int32_t*>(base + at.group_first_block);
   local.first_row = reinterpret_cast<ExpertRows*>(base + at.first_row);

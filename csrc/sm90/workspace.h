@@ -26,9 +26,8 @@ DeviceMemory device_alloc(int64_t bytes);
 
 // Sizes of the private memory of a rank, in bytes, and where each part begins.
 struct LocalLayout {
-  int64_t state, blocks, group_first_block, rows_ready, activations_ready, group_done,
-      chunk_offsets, first_row, expert_groups, rank_groups, route_group, bucket, row_ring,
-      activation_ring;
+  int64_t state, blocks, group_first_block, rows_ready, activations_ready, step_done, chunk_offsets,
+      first_row, expert_groups, rank_groups, route_group, bucket, row_ring, activation_ring;
   int64_t bytes;
 };
 
