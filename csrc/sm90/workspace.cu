@@ -105,8 +105,8 @@ CUtensorMap encode_map(const void* data, int32_t rank, const cuuint64_t* sizes,
                      strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw Error{MOK_ERR_INVALID_ARGUMENT,
-                "a matrix cannot be read by tensor copies; its address must be a multiple of 16"};
+    throw Error{MOK_ERR_SYSTEM, "cuTensorMapEncodeTiled failed with CUresult " +
+                                    std::to_string(static_cast<int32_t>(result))};
   }
   return map;
 }
