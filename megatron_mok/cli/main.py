@@ -4,9 +4,9 @@ import argparse
 import signal
 import sys
 
-from . import compare
+from . import bench, compare
 
-_SUBCOMMANDS = (compare,)
+_SUBCOMMANDS = (compare, bench)
 """Modules with `add_parser(subparsers)`, which sets `run`: a function from the parsed arguments to
 an exit status."""
 

@@ -1,0 +1,102 @@
+"""The implementations that a benchmark can time. Imports no torch, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from .layer import BenchLayer, LayerInputs
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One implementation.
+
+    Attributes:
+        summary: one line for help texts.
+        unavailable: why it cannot run on this device in this dtype, or None.
+        build: makes the layer for some inputs.
+    """
+
+    name: str
+    summary: str
+    unavailable: Callable[[torch.device, torch.dtype], str | None]
+    build: Callable[[LayerInputs], BenchLayer]
+
+
+def _mok_unavailable(device, dtype):
+    from . import mok_arm
+
+    return mok_arm.unavailable(device, dtype)
+
+
+def _build_mok(inputs):
+    from .mok_arm import MokLayer
+
+    return MokLayer(inputs)
+
+
+def _torch_unavailable(device, dtype):
+    from . import torch_arms
+
+    return torch_arms.unavailable(device, dtype)
+
+
+def _build_eager(inputs):
+    from .torch_arms import ComposedLayer
+
+    return ComposedLayer(inputs, compiled=False)
+
+
+def _build_compiled(inputs):
+    from .torch_arms import ComposedLayer
+
+    return ComposedLayer(inputs, compiled=True)
+
+
+def _megatron_unavailable(device, dtype):
+    from . import megatron_arm
+
+    return megatron_arm.unavailable(device, dtype)
+
+
+def _build_megatron(inputs):
+    from .megatron_arm import MegatronLayer
+
+    return MegatronLayer(inputs)
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm(
+            "mok",
+            "this project: schedule and one fused kernel per direction",
+            _mok_unavailable,
+            _build_mok,
+        ),
+        Arm(
+            "torch_eager",
+            "PyTorch: sort, gather, grouped_mm, SwiGLU, grouped_mm, combine",
+            _torch_unavailable,
+            _build_eager,
+        ),
+        Arm(
+            "torch_compiled",
+            "the same under torch.compile",
+            _torch_unavailable,
+            _build_compiled,
+        ),
+        Arm(
+            "megatron_te_alltoall",
+            "Megatron's MoELayer: alltoall dispatcher, Transformer Engine experts",
+            _megatron_unavailable,
+            _build_megatron,
+        ),
+    )
+}
+"""Every arm by name, in the order in which help texts list them."""

@@ -1,0 +1,53 @@
+"""The arm `mok`: the fused layer."""
+
+import torch
+
+from megatron_mok.ops import fused_moe, routes_from_map
+from megatron_mok.runtime import LayerShape, MoKError, Workspace
+from megatron_mok.runtime.engine import load_engine
+
+from .layer import LayerInputs, MainGradLayer
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    try:
+        load_engine(device.type)
+    except (MoKError, OSError) as error:
+        return str(error)
+    return None
+
+
+class MokLayer(MainGradLayer):
+    """Routes from the map, then the fused layer; weight gradients are added into FP32 `main_grad`,
+    and the pre-activations of all rows are kept for backward."""
+
+    def __init__(self, inputs: LayerInputs):
+        fc1, fc2 = (
+            [w.detach().requires_grad_() for w in stacked.unbind(0)]
+            for stacked in (inputs.fc1_E2FH, inputs.fc2_EHF)
+        )
+        super().__init__(inputs, fc1, fc2)
+        shape = LayerShape(
+            hidden=inputs.hidden,
+            ffn=inputs.ffn,
+            num_experts=inputs.experts,
+            topk=inputs.topk,
+            max_tokens=inputs.tokens,
+            dtype=inputs.dtype,
+        )
+        self._workspace = Workspace.create(shape, None, inputs.device)
+
+    def forward(self) -> torch.Tensor:
+        ids_TK, probs_TK = routes_from_map(
+            self.probs_TE, self.inputs.routing_map_TE, self.inputs.topk
+        )
+        return fused_moe(
+            self.hidden_TH,
+            ids_TK,
+            probs_TK,
+            self.fc1,
+            self.fc2,
+            self._workspace,
+            saved_rows=self._workspace.max_rows,
+            accumulate_into_main_grad=True,
+        )

@@ -1,0 +1,258 @@
+"""Runs a benchmark: for every case, checks the arms and times those that are right."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .arms import ARMS
+from .check import Reference, Verdict, check_backward, check_forward, compute_reference
+from .config import BenchConfig, TimingOptions, routed_flops
+from .layer import BenchLayer, LayerInputs, make_inputs
+from .presets import Preset
+from .timing import DenseProduct, Task, describe, time_in_blocks
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class RequiredArmError(RuntimeError):
+    """An arm that must be there cannot run; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm in one case; None where there is no figure.
+
+    Attributes:
+        experts: local experts, all of the routes go to them.
+        ms, p10, p90: median and percentiles of the time of a launch, in ms.
+        tflops: routed FLOPs / median time.
+        fraction_of_dense: `tflops` / the run's median rate of the dense product.
+        error: largest relative error of the results that the direction computes.
+        failure: why there are no times.
+    """
+
+    preset: str
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    topk: int
+    routing: str
+    dtype: str
+    direction: str
+    arm: str
+    ms: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    tflops: float | None = None
+    fraction_of_dense: float | None = None
+    error: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class DenseRate:
+    """Rate of the dense product over all blocks of the run, in TFLOP/s, and its size."""
+
+    size: int
+    tflops: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark found.
+
+    Attributes:
+        device: name of the GPU, or None on the CPU.
+        dense: None when nothing was timed.
+        unavailable: why an arm cannot run here, for each such arm.
+    """
+
+    device: str | None
+    dense: DenseRate | None
+    rows: tuple[Row, ...]
+    unavailable: dict[str, str]
+
+    @property
+    def failed(self) -> bool:
+        """Whether an arm failed that could run here."""
+        return any(row.failure and row.arm not in self.unavailable for row in self.rows)
+
+
+def run_benchmark(config: BenchConfig, progress: Callable[[str], None]) -> Report:
+    """Runs every case of `config`.
+
+    Args:
+        progress: is told what happens, a line at a time.
+
+    Raises:
+        RequiredArmError: before anything is timed.
+    """
+    device, dtype = torch.device(config.device), TORCH_DTYPES[config.dtype]
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    unavailable = {}
+    for name in config.arms:
+        reason = ARMS[name].unavailable(device, dtype)
+        if reason is not None:
+            unavailable[name] = reason
+            progress(f"{name} cannot run: {reason}")
+    for name in config.require:
+        if name in unavailable:
+            raise RequiredArmError(f"{name} is required and cannot run: {unavailable[name]}")
+
+    run = _Run(config, device, dtype, unavailable, progress)
+    rows = []
+    for preset in config.presets:
+        for tokens in config.tokens or (preset.tokens,):
+            for routing in config.routings:
+                rows += run.case(preset, tokens, routing)
+    dense = run.dense_rate()
+    rows = [
+        replace(row, fraction_of_dense=row.tflops / dense.tflops) if row.tflops else row
+        for row in rows
+    ]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return Report(name, dense, tuple(rows), unavailable)
+
+
+@dataclass
+class _Checked:
+    """An arm's layer and what its checks found."""
+
+    layer: BenchLayer | None
+    forward: Verdict
+    backward: Verdict
+
+    def verdict(self, direction: str) -> Verdict:
+        if direction == "forward" or self.forward.problem is not None:
+            return self.forward
+        errors = [v.error for v in (self.forward, self.backward) if v.error is not None]
+        return Verdict(max(errors) if errors else None, self.backward.problem)
+
+
+class _Run:
+    """What the cases of a run share."""
+
+    def __init__(self, config, device, dtype, unavailable, progress):
+        self._config: BenchConfig = config
+        self._device, self._dtype = device, dtype
+        self._unavailable: dict[str, str] = unavailable
+        self._progress: Callable[[str], None] = progress
+        self._dense = DenseProduct(device, dtype, config.seed)
+        self._dense_ms: list[float] = []
+        self._cases = 0
+
+    def case(self, preset: Preset, tokens: int, routing: str) -> list[Row]:
+        """The rows of all directions and arms."""
+        title = f"{preset.name}, {tokens} tokens, {routing}"
+        self._progress(f"{title}: reference")
+        self._cases += 1
+        seed = self._config.seed + self._cases
+        inputs = make_inputs(preset, tokens, routing, self._device, self._dtype, seed)
+        checked = self._check_arms(inputs, title)
+        blank = Row(
+            preset=preset.name,
+            tokens=tokens,
+            hidden=preset.hidden,
+            ffn=preset.ffn,
+            experts=preset.experts,
+            topk=preset.topk,
+            routing=routing,
+            dtype=self._config.dtype,
+            direction="",
+            arm="",
+        )
+        rows = []
+        for direction in self._config.directions:
+            self._progress(f"{title}: {direction}")
+            timing = replace(self._config.timing, seed=self._config.timing.seed + self._cases)
+            flops = routed_flops(direction, tokens, preset)
+            rows += self._time(replace(blank, direction=direction), checked, timing, flops)
+        del checked, inputs
+        self._clean_up()
+        return rows
+
+    def dense_rate(self) -> DenseRate | None:
+        if not self._dense_ms:
+            return None
+        # The fastest 10 % of times are the highest rates.
+        slow, median, fast = (float(p) for p in np.percentile(self._dense_ms, (90, 50, 10)))
+        rate = self._dense.tflops
+        return DenseRate(self._dense.size, rate(median), rate(slow), rate(fast))
+
+    def _check_arms(self, inputs: LayerInputs, title: str) -> dict[str, _Checked]:
+        reference = compute_reference(inputs, self._config.needs_backward)
+        checked = {}
+        for name in self._config.arms:
+            if name in self._unavailable:
+                continue
+            checked[name] = arm = self._check(name, inputs, reference)
+            verdict = arm.verdict("both" if self._config.needs_backward else "forward")
+            found = verdict.problem or f"relative error {verdict.error:.1e}"
+            self._progress(f"{title}: {name}: {found}")
+        return checked
+
+    def _check(self, name: str, inputs: LayerInputs, reference: Reference) -> _Checked:
+        layer = None
+        forward = backward = Verdict(None)
+        try:
+            layer = ARMS[name].build(inputs)
+            forward = check_forward(layer, reference)
+        except Exception as error:  # of whatever library the arm runs
+            forward = Verdict(None, describe(error))
+        if self._config.needs_backward and forward.problem is None:
+            try:
+                backward = check_backward(layer, reference)
+            except Exception as error:
+                backward = Verdict(None, describe(error))
+        return _Checked(layer, forward, backward)
+
+    def _time(
+        self, blank: Row, checked: dict[str, _Checked], timing: TimingOptions, flops: int
+    ) -> list[Row]:
+        verdicts = {name: arm.verdict(blank.direction) for name, arm in checked.items()}
+        tasks = [
+            _task(name, blank.direction, checked[name].layer)
+            for name, verdict in verdicts.items()
+            if verdict.problem is None
+        ]
+        samples = {}
+        if tasks:
+            samples = time_in_blocks([*tasks, self._dense.task()], timing, self._device)
+            self._dense_ms += samples[self._dense.name].ms
+        rows = []
+        for name in self._config.arms:
+            row = replace(blank, arm=name)
+            if name in self._unavailable:
+                rows.append(replace(row, failure=f"unavailable: {self._unavailable[name]}"))
+                continue
+            row = replace(row, error=verdicts[name].error)
+            failure = verdicts[name].problem or samples[name].failure
+            if failure is not None:
+                rows.append(replace(row, failure=failure))
+                continue
+            p10, median, p90 = (float(p) for p in np.percentile(samples[name].ms, (10, 50, 90)))
+            tflops = flops / (median * 1e-3) / 1e12
+            rows.append(replace(row, ms=median, p10=p10, p90=p90, tflops=tflops))
+        return rows
+
+    def _clean_up(self) -> None:
+        # The next case has other shapes: torch.compile gives up on a function after a few.
+        torch.compiler.reset()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _task(name: str, direction: str, layer: BenchLayer) -> Task:
+    if direction == "forward":
+        return Task(name, lambda _: layer.forward())
+    if direction == "backward":
+        return Task(name, layer.backward, prepare=layer.forward)
+    return Task(name, lambda _: layer.backward(layer.forward()))

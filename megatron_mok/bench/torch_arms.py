@@ -1,0 +1,112 @@
+"""The arms `torch_eager` and `torch_compiled`: the layer composed of PyTorch's grouped products.
+
+Written to be fast: nothing waits for the device, every gather's gradient is a gather, and no sum
+uses atomics.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from megatron_mok.ops import routes_from_map
+
+from .layer import BenchLayer, Gradients, LayerInputs
+
+_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    if _grouped_mm is None:
+        return f"torch {torch.__version__} has no grouped_mm (torch.nn.functional has it from 2.10)"
+    try:
+        rows = torch.zeros(32, 16, device=device, dtype=dtype)
+        weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)
+        ends = torch.tensor([16, 32], device=device, dtype=torch.int32)
+        _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        return f"grouped_mm of torch {torch.__version__} on {device.type} in {dtype}: {reason}"
+    return None
+
+
+def composed_moe(
+    hidden_TH: torch.Tensor,
+    probs_TE: torch.Tensor,
+    routing_map_TE: torch.Tensor,
+    fc1_E2FH: torch.Tensor,
+    fc2_EHF: torch.Tensor,
+    topk: int,
+) -> torch.Tensor:
+    """[T, H] output of the routed experts. Every token must have exactly `topk` routes."""
+    ids_TK, probs_TK = routes_from_map(probs_TE, routing_map_TE, topk)
+    # Rows r go expert by expert, in each by token: route[r] = t * K + k, and row[t, k] = r.
+    route_R = ids_TK.flatten().argsort(stable=True)
+    row_TK = torch.empty_like(route_R).scatter_(
+        0, route_R, torch.arange(route_R.numel(), device=route_R.device)
+    )
+    row_TK = row_TK.view_as(ids_TK)
+    token_R = route_R // topk
+    ends_E = routing_map_TE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    x_RH = _Gather.apply(hidden_TH, token_R, row_TK)
+    prob_R1 = _Gather.apply(probs_TK.reshape(-1, 1), route_R, row_TK.reshape(-1, 1))
+    gate_RF, up_RF = _grouped_mm(x_RH, fc1_E2FH.transpose(1, 2), offs=ends_E).chunk(2, dim=-1)
+    act_RF = (F.silu(gate_RF) * up_RF * prob_R1).to(hidden_TH.dtype)
+    y_RH = _grouped_mm(act_RF, fc2_EHF.transpose(1, 2), offs=ends_E)
+    return _Combine.apply(y_RH, token_R, row_TK)
+
+
+class _Gather(torch.autograd.Function):
+    """x[source_R] of x [N, C]; `row_NK` are the rows that each of x went to."""
+
+    @staticmethod
+    def forward(ctx, x_NC, source_R, row_NK):
+        ctx.save_for_backward(row_NK)
+        return x_NC[source_R]
+
+    @staticmethod
+    def backward(ctx, grad_RC):
+        (row_NK,) = ctx.saved_tensors
+        return grad_RC[row_NK].sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum over each token's rows: the transpose of `_Gather`."""
+
+    @staticmethod
+    def forward(ctx, y_RH, token_R, row_TK):
+        ctx.save_for_backward(token_R)
+        return y_RH[row_TK].sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_TH):
+        (token_R,) = ctx.saved_tensors
+        return grad_TH[token_R], None, None
+
+
+class ComposedLayer(BenchLayer):
+    """`composed_moe`. Weight gradients come in the dtype of the weights: unlike the other arms,
+    it does not add them into FP32 buffers."""
+
+    def __init__(self, inputs: LayerInputs, *, compiled: bool):
+        super().__init__(inputs)
+        self._fc1_E2FH = inputs.fc1_E2FH.detach().requires_grad_()
+        self._fc2_EHF = inputs.fc2_EHF.detach().requires_grad_()
+        self._moe = composed_moe
+        if compiled:
+            # On the CPU `routes_from_map` looks at the routes, which splits the graph.
+            fullgraph = inputs.device.type == "cuda"
+            self._moe = torch.compile(composed_moe, dynamic=False, fullgraph=fullgraph)
+
+    def forward(self) -> torch.Tensor:
+        return self._moe(
+            self.hidden_TH,
+            self.probs_TE,
+            self.inputs.routing_map_TE,
+            self._fc1_E2FH,
+            self._fc2_EHF,
+            self.inputs.topk,
+        )
+
+    def backward(self, output_TH: torch.Tensor) -> Gradients:
+        hidden, probs, fc1, fc2 = self._grads(output_TH, (self._fc1_E2FH, self._fc2_EHF))
+        return Gradients(hidden, probs, fc1, fc2)
