@@ -40,16 +40,22 @@ def _build_mok(inputs):
     return MokLayer(inputs)
 
 
-def _torch_unavailable(device, dtype):
+def _eager_unavailable(device, dtype):
     from . import torch_arms
 
-    return torch_arms.unavailable(device, dtype)
+    return torch_arms.unavailable(device, dtype, compiled=False)
 
 
 def _build_eager(inputs):
     from .torch_arms import ComposedLayer
 
     return ComposedLayer(inputs, compiled=False)
+
+
+def _compiled_unavailable(device, dtype):
+    from . import torch_arms
+
+    return torch_arms.unavailable(device, dtype, compiled=True)
 
 
 def _build_compiled(inputs):
@@ -82,13 +88,13 @@ ARMS = {
         Arm(
             "torch_eager",
             "PyTorch: sort, gather, grouped_mm, SwiGLU, grouped_mm, combine",
-            _torch_unavailable,
+            _eager_unavailable,
             _build_eager,
         ),
         Arm(
             "torch_compiled",
             "the same under torch.compile",
-            _torch_unavailable,
+            _compiled_unavailable,
             _build_compiled,
         ),
         Arm(

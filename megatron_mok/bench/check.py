@@ -122,17 +122,20 @@ def _errors(
 ) -> tuple[float, float, int]:
     """Relative error of the whole, of its worst part, and which part that is.
 
-    Parts are the rows of a matrix, or the matrices of a list.
+    Parts are the rows of a matrix, whose error is relative to their root mean square where they
+    are smaller, or the matrices of a list.
     """
     if isinstance(want, torch.Tensor):
         error_P = torch.linalg.vector_norm(got.to(want.dtype) - want, dim=1)
         norm_P = torch.linalg.vector_norm(want, dim=1)
+        # Rows are of one scale; in one that is small by chance, rounding is not.
+        scale_P = norm_P.clamp(min=float(norm_P.square().mean().sqrt()))
     else:
         pairs = list(zip(got, want, strict=True))
         error_P = torch.stack([torch.linalg.vector_norm(g.to(w.dtype) - w) for g, w in pairs])
-        norm_P = torch.stack([torch.linalg.vector_norm(w) for _, w in pairs])
+        norm_P = scale_P = torch.stack([torch.linalg.vector_norm(w) for _, w in pairs])
     whole = float(torch.linalg.vector_norm(error_P) / torch.linalg.vector_norm(norm_P))
-    # A part that should be all zeros has no error only where it is.
-    part_P = torch.where(error_P == 0, 0.0, error_P / norm_P)
+    # A part that should be zero has no error if it is, and an infinite one if not.
+    part_P = torch.where(error_P == 0, 0.0, error_P / scale_P)
     worst, where = part_P.max(0)
     return whole, float(worst), int(where)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,9 +59,8 @@ def time_in_blocks(
 
 
 def describe(error: Exception) -> str:
-    """An error in one line: type and first line of text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """An error in one line of at most 300 characters: its type and its text."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
 
 def _time_block(task: Task, options: TimingOptions, device: torch.device) -> list[float]:

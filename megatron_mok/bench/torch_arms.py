@@ -14,17 +14,19 @@ from .layer import BenchLayer, Gradients, LayerInputs
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable(device: torch.device, dtype: torch.dtype, *, compiled: bool) -> str | None:
     if _grouped_mm is None:
         return f"torch {torch.__version__} has no grouped_mm (torch.nn.functional has it from 2.10)"
-    try:
-        rows = torch.zeros(32, 16, device=device, dtype=dtype)
-        weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)
-        ends = torch.tensor([16, 32], device=device, dtype=torch.int32)
-        _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        return f"grouped_mm of torch {torch.__version__} on {device.type} in {dtype}: {reason}"
+    # Tracing calls the operator on meta tensors, which can be stricter than the operator.
+    for where in (device, torch.device("meta")) if compiled else (device,):
+        rows = torch.zeros(32, 16, device=where, dtype=dtype)
+        weights = torch.zeros(2, 16, 16, device=where, dtype=dtype)
+        ends = torch.tensor([16, 32], device=where, dtype=torch.int32)
+        try:
+            _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            return f"grouped_mm of torch {torch.__version__} on {where.type}: {reason}"
     return None
 
 
@@ -93,9 +95,7 @@ class ComposedLayer(BenchLayer):
         self._fc2_EHF = inputs.fc2_EHF.detach().requires_grad_()
         self._moe = composed_moe
         if compiled:
-            # On the CPU `routes_from_map` looks at the routes, which splits the graph.
-            fullgraph = inputs.device.type == "cuda"
-            self._moe = torch.compile(composed_moe, dynamic=False, fullgraph=fullgraph)
+            self._moe = torch.compile(composed_moe, dynamic=False, fullgraph=True)
 
     def forward(self) -> torch.Tensor:
         return self._moe(
