@@ -37,8 +37,8 @@ MokStatus guarded(MokWorkspace* ws, const Body& body) {
     return fail(MOK_ERR_TIMEOUT, fault);
   }
   try {
-    // Also where the caller's thread has the device already: a thread's first call must be one of the
-    // runtime, since the driver calls that encode tensor maps do not make its context current.
+    // Also where the caller's thread has the device already: a thread's first call must be one of
+    // the runtime, since the driver calls that encode tensor maps do not make its context current.
     mok::sm90::check_cuda(cudaSetDevice(ws->device), "choosing the workspace's device");
     body();
     return MOK_OK;
