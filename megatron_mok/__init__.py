@@ -1,3 +1,3 @@
-"""Mixture-of-Kittens for Megatron-Core: a fused, deterministic MoE token dispatcher and expert layer."""
+"""Mixture-of-Kittens for Megatron-Core: a fused, deterministic MoE dispatcher and expert layer."""
 
 __version__ = "0.1.0"
