@@ -4,6 +4,7 @@ The one place in this package that imports Megatron, and only when the arm is as
 """
 
 import atexit
+import importlib
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         ("Transformer Engine", "transformer_engine.pytorch"),
     ):
         try:
-            __import__(module)
+            importlib.import_module(module)
         except Exception as error:  # whatever a broken installation raises on import
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
     return None

@@ -47,7 +47,7 @@ def _panels(report: Report) -> dict[str, dict[str, list[Row]]]:
     return {
         title: groups
         for title, groups in panels.items()
-        if any(row.ms is not None for rows in groups.values() for row in rows)
+        if any(row.fraction_of_dense is not None for rows in groups.values() for row in rows)
     }
 
 
@@ -57,7 +57,7 @@ def _draw(axis, title: str, cases: dict[str, list[Row]], colors: dict[str, str])
     for g, rows in enumerate(cases.values()):
         for i, row in enumerate(rows):
             x = g + (i - (len(rows) - 1) / 2) * width
-            if row.ms is None:
+            if row.fraction_of_dense is None:
                 axis.text(x, 0.02, "n/a", ha="center", va="bottom", color=INK, fontsize=7.5)
                 continue
             fraction = row.fraction_of_dense

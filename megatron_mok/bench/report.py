@@ -100,7 +100,7 @@ def _cells(row: Row) -> Iterator[str | Text]:
         yield _ms(row.ms)
         yield f"{_ms(row.p10)}-{_ms(row.p90)}"
         yield _rate(row.tflops)
-        yield f"{row.fraction_of_dense:.3f}"
+        yield "-" if row.fraction_of_dense is None else f"{row.fraction_of_dense:.3f}"
     yield "" if row.error is None else f"{row.error:.1e}"
 
 

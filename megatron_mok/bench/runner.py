@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -84,21 +85,27 @@ class Report:
         return any(row.failure and row.arm not in self.unavailable for row in self.rows)
 
 
-def run_benchmark(config: BenchConfig, progress: Callable[[str], None]) -> Report:
+def run_benchmark(
+    config: BenchConfig,
+    progress: Callable[[str], None],
+    case_done: Callable[[Report], None] = lambda report: None,
+) -> Report:
     """Runs every case of `config`.
 
     Args:
         progress: is told what happens, a line at a time.
+        case_done: is given the report so far after each case, so that little is lost of a run that
+            is ended.
 
     Raises:
         RequiredArmError: before anything is timed.
     """
-    device, dtype = torch.device(config.device), TORCH_DTYPES[config.dtype]
+    device = torch.device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     unavailable = {}
     for name in config.arms:
-        reason = ARMS[name].unavailable(device, dtype)
+        reason = ARMS[name].unavailable(device, TORCH_DTYPES[config.dtype])
         if reason is not None:
             unavailable[name] = reason
             progress(f"{name} cannot run: {reason}")
@@ -106,19 +113,14 @@ def run_benchmark(config: BenchConfig, progress: Callable[[str], None]) -> Repor
         if name in unavailable:
             raise RequiredArmError(f"{name} is required and cannot run: {unavailable[name]}")
 
-    run = _Run(config, device, dtype, unavailable, progress)
-    rows = []
+    run = _Run(config, device, unavailable, progress)
     for preset in config.presets:
         for tokens in config.tokens or (preset.tokens,):
             for routing in config.routings:
-                rows += run.case(preset, tokens, routing)
-    dense = run.dense_rate()
-    rows = [
-        replace(row, fraction_of_dense=row.tflops / dense.tflops) if row.tflops else row
-        for row in rows
-    ]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return Report(name, dense, tuple(rows), unavailable)
+                run.case(preset, tokens, routing)
+                run.free_memory()
+                case_done(run.report())
+    return run.report()
 
 
 @dataclass
@@ -139,23 +141,25 @@ class _Checked:
 class _Run:
     """What the cases of a run share."""
 
-    def __init__(self, config, device, dtype, unavailable, progress):
-        self._config: BenchConfig = config
-        self._device, self._dtype = device, dtype
-        self._unavailable: dict[str, str] = unavailable
-        self._progress: Callable[[str], None] = progress
-        self._dense = DenseProduct(device, dtype, config.seed)
+    def __init__(
+        self,
+        config: BenchConfig,
+        device: torch.device,
+        unavailable: dict[str, str],
+        progress: Callable[[str], None],
+    ):
+        self._config = config
+        self._device, self._dtype = device, TORCH_DTYPES[config.dtype]
+        self._device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        self._unavailable = unavailable
+        self._progress = progress
+        self._dense = DenseProduct(device, self._dtype, config.seed)
         self._dense_ms: list[float] = []
+        self._rows: list[Row] = []
         self._cases = 0
 
-    def case(self, preset: Preset, tokens: int, routing: str) -> list[Row]:
-        """The rows of all directions and arms."""
-        title = f"{preset.name}, {tokens} tokens, {routing}"
-        self._progress(f"{title}: reference")
-        self._cases += 1
-        seed = self._config.seed + self._cases
-        inputs = make_inputs(preset, tokens, routing, self._device, self._dtype, seed)
-        checked = self._check_arms(inputs, title)
+    def case(self, preset: Preset, tokens: int, routing: str) -> None:
+        """All directions and arms of one case."""
         blank = Row(
             preset=preset.name,
             tokens=tokens,
@@ -168,17 +172,44 @@ class _Run:
             direction="",
             arm="",
         )
-        rows = []
+        self._cases += 1
+        seed = self._config.seed + self._cases
+        timing = replace(self._config.timing, seed=self._config.timing.seed + self._cases)
+        title = f"{preset.name}, {tokens} tokens, {routing}"
+        self._progress(f"{title}: reference")
+        try:
+            inputs = make_inputs(preset, tokens, routing, self._device, self._dtype, seed)
+            checked = self._check_arms(inputs, title)
+        except Exception as error:  # memory, or a GPU that an arm before has left unusable
+            failed = Verdict(None, f"inputs and reference: {describe(error)}")
+            self._progress(f"{title}: {failed.problem}")
+            arms = [name for name in self._config.arms if name not in self._unavailable]
+            checked = {name: _Checked(None, failed, failed) for name in arms}
         for direction in self._config.directions:
             self._progress(f"{title}: {direction}")
-            timing = replace(self._config.timing, seed=self._config.timing.seed + self._cases)
             flops = routed_flops(direction, tokens, preset)
-            rows += self._time(replace(blank, direction=direction), checked, timing, flops)
-        del checked, inputs
-        self._clean_up()
-        return rows
+            self._rows += self._time(replace(blank, direction=direction), checked, timing, flops)
 
-    def dense_rate(self) -> DenseRate | None:
+    def free_memory(self) -> None:
+        """Gives back what the last case left behind."""
+        # The next case has other shapes: torch.compile gives up on a function after a few.
+        torch.compiler.reset()
+        gc.collect()
+        if self._device.type == "cuda":
+            with suppress(RuntimeError):  # of a GPU that is lost: the next case reports it
+                torch.cuda.empty_cache()
+
+    def report(self) -> Report:
+        """Of the cases so far."""
+        dense, rows = self._dense_rate(), self._rows
+        if dense is not None:
+            rows = [
+                replace(row, fraction_of_dense=row.tflops / dense.tflops) if row.tflops else row
+                for row in rows
+            ]
+        return Report(self._device_name, dense, tuple(rows), self._unavailable)
+
+    def _dense_rate(self) -> DenseRate | None:
         if not self._dense_ms:
             return None
         # The fastest 10 % of times are the highest rates.
@@ -241,13 +272,6 @@ class _Run:
             tflops = flops / (median * 1e-3) / 1e12
             rows.append(replace(row, ms=median, p10=p10, p90=p90, tflops=tflops))
         return rows
-
-    def _clean_up(self) -> None:
-        # The next case has other shapes: torch.compile gives up on a function after a few.
-        torch.compiler.reset()
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _task(name: str, direction: str, layer: BenchLayer) -> Task:

@@ -157,7 +157,13 @@ def add_parser(subparsers) -> None:
         help="blocks per arm and direction (default: 5)",
     )
     output = parser.add_argument_group("output besides the tables")
-    output.add_argument("--json", metavar="FILE", type=_output_file(""), help="results file")
+    output.add_argument(
+        "--json",
+        metavar="FILE",
+        type=_output_file(""),
+        help="results file, written after each case; its commit is git's, or the environment "
+        "variable MOK_COMMIT where the source has no history",
+    )
     output.add_argument(
         "--plot",
         metavar="FILE.png",
@@ -190,13 +196,20 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         seed=args.seed,
         timing=TimingOptions(args.warmup_s, args.time_s, args.repeats, args.seed),
     )
+    command = command_line()
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def write_results(report) -> None:
+        if args.json is not None:
+            write_json(args.json, command, report)
+
     try:
-        report = run_benchmark(config, lambda line: print(line, file=sys.stderr, flush=True))
+        report = run_benchmark(config, progress, case_done=write_results)
     except RequiredArmError as error:
         print(f"megatron-mok bench: {error}", file=sys.stderr)
         return 1
-    if args.json is not None:
-        write_json(args.json, command_line(), report)
     if args.plot is not None:
         from megatron_mok.bench.plot import write_chart
 
