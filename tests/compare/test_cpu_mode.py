@@ -83,9 +83,13 @@ def test_rng_tracker_forks_at_once_and_restores():
 
 
 def test_replicas_are_compared_bit_by_bit(tmp_path):
-    lines = run("-m", "tests.compare.replica_ranks", tmp_path / "store").splitlines()
-    assert sum("dense: data-parallel replicas differ now: 1 of 1" in line for line in lines) == 2
-    assert sum("first '0.dense.weight'" in line for line in lines) == 2
-    assert sum("expert: expert data-parallel replicas differ" in line for line in lines) == 2
-    assert sum("none: equal" in line for line in lines) == 2
-    assert sum("other experts: equal" in line for line in lines) == 2
+    # By occurrence, not by line: two ranks write at once.
+    out = run("-m", "tests.compare.replica_ranks", tmp_path / "store")
+    for text in (
+        "dense: data-parallel replicas differ now: 1 of 1",
+        "first '0.dense.weight'",
+        "expert: expert data-parallel replicas differ",
+        "none: equal",
+        "other experts: equal",
+    ):
+        assert out.count(text) == 2, text
