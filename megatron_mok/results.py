@@ -67,9 +67,12 @@ def write(path: Path, tree: dict) -> None:
 def commit() -> str | None:
     """The source's commit, "-dirty" appended where files differ from it.
 
-    Where the source has no history beside it (a wheel, a container image) the environment variable
-    MOK_COMMIT says it; otherwise None.
+    The environment variable MOK_COMMIT says it where the source has no history of its own beside
+    it (a wheel, a container image, a copy); else git does; None where neither knows.
     """
+    given = os.environ.get("MOK_COMMIT")
+    if given:
+        return given
     try:
         git = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"],
@@ -79,9 +82,8 @@ def commit() -> str | None:
             timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
-        git = None
-    described = git.stdout.strip() if git is not None and git.returncode == 0 else ""
-    return described or os.environ.get("MOK_COMMIT") or None
+        return None
+    return git.stdout.strip() or None if git.returncode == 0 else None
 
 
 def _installed(distribution: str) -> str | None:

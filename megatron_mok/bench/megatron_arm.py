@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .layer import LayerInputs, MainGradLayer
+from .timing import describe
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -23,7 +24,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         try:
             importlib.import_module(module)
         except Exception as error:  # whatever a broken installation raises on import
-            return f"{name} cannot be imported: {type(error).__name__}: {error}"
+            return f"{name} cannot be imported: {describe(error)}"
     return None
 
 

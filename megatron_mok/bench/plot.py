@@ -73,14 +73,16 @@ def _draw(axis, title: str, cases: dict[str, list[Row]], colors: dict[str, str])
                 yerr=ends,
                 error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
             )
+            inside = fraction > 0.2  # at the foot of the bar, clear of the lines
             axis.annotate(
                 f"{fraction:.2f}",
-                (x, fraction + ends[1][0]),
-                xytext=(0, 2),
+                (x, 0 if inside else fraction + ends[1][0]),
+                xytext=(0, 5 if inside else 2),
                 textcoords="offset points",
                 ha="center",
                 fontsize=8,
-                color=INK,
+                color="white" if inside else INK,
+                fontweight="bold" if inside else "normal",
             )
             top = max(top, fraction + ends[1][0])
     axis.axhline(1.0, color=INK, linewidth=1, linestyle=(0, (4, 3)))

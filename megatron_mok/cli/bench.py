@@ -161,8 +161,8 @@ def add_parser(subparsers) -> None:
         "--json",
         metavar="FILE",
         type=_output_file(""),
-        help="results file, written after each case; its commit is git's, or the environment "
-        "variable MOK_COMMIT where the source has no history",
+        help="results file, written after each case; its commit is the environment "
+        "variable MOK_COMMIT, or git's",
     )
     output.add_argument(
         "--plot",

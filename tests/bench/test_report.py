@@ -11,6 +11,7 @@ from megatron_mok.bench.plot import write_chart
 from megatron_mok.bench.presets import PRESETS
 from megatron_mok.bench.report import print_report, write_json
 from megatron_mok.bench.runner import DenseRate, Report, Row
+from megatron_mok.results import commit
 
 REASON = "Transformer Engine cannot be imported: ModuleNotFoundError"
 
@@ -128,3 +129,10 @@ def test_times_of_any_size_fit(ms):
     rows = tuple(timed("deepseek_v3", arm, ms) for arm in ("mok", "megatron_te_alltoall"))
     print_report(console, dataclasses.replace(report(), rows=rows))
     assert "…" not in console.export_text()
+
+
+def test_commit_of_a_source_without_history(monkeypatch):
+    monkeypatch.setenv("MOK_COMMIT", "abc123")
+    assert commit() == "abc123"
+    monkeypatch.setenv("MOK_COMMIT", "")
+    assert commit() != ""

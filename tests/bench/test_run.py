@@ -53,6 +53,17 @@ def test_mok_and_torch_eager(tmp_path, capsys, dtype, tolerance):
     assert "say nothing about speed on GPUs" in printed
 
 
+def test_composition_compiles_as_one_graph():
+    inputs = make_inputs(PRESETS["tiny"], 32, "zipf", CPU, torch.bfloat16, 1)
+    eager, traced = (ComposedLayer(inputs, compiled=False) for _ in range(2))
+    traced._moe = torch.compile(eager._moe, backend="aot_eager", dynamic=False, fullgraph=True)
+    outputs = [layer.forward() for layer in (eager, traced)]
+    torch.testing.assert_close(*outputs)
+    grads = [layer.backward(output) for layer, output in zip((eager, traced), outputs, strict=True)]
+    for field in dataclasses.fields(grads[0]):
+        torch.testing.assert_close(*(getattr(g, field.name) for g in grads))
+
+
 def test_unavailable_arm_is_a_row(tmp_path):
     status, _, rows = bench(tmp_path, "--arms", "mok,megatron_te_alltoall")
     row = rows["forward", "megatron_te_alltoall"]
