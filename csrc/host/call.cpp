@@ -32,9 +32,19 @@ std::string count_routes(const MokShape& s, const MokRoutes& routes, std::vector
   return "";
 }
 
-std::string gave_up_text(const MokShape& s, uint32_t abort_word) {
-  return "rank " + std::to_string(s.ep_rank) + " stopped because rank " +
-         std::to_string(abort_word - 1) + " of the EP group gave up waiting; see its error";
+std::string describe(const WaitPoint& point) {
+  std::string text = std::string("phase '") + point.phase + "'";
+  if (point.task >= 0) text += ", task " + std::to_string(point.task);
+  return text +
+         (point.peer >= 0 ? ", for rank " + std::to_string(point.peer) : ", for its own tasks");
+}
+
+// `abort_word`: PeerFlags.abort of this rank.
+Error gave_up(const MokShape& s, uint32_t abort_word, const WaitPoint& point) {
+  return Error(MOK_ERR_TIMEOUT, "rank " + std::to_string(s.ep_rank) + " of EP " +
+                                    std::to_string(s.ep_size) + " stopped in " + describe(point) +
+                                    ", because rank " + std::to_string(abort_word - 1) +
+                                    " gave up waiting");
 }
 
 }  // namespace
@@ -63,7 +73,7 @@ Call::Call(MokWorkspace& workspace, Op op, const MokRoutes& routes, const void* 
   const std::string refused = refusal.empty() ? count_routes(s, routes, mine) : refusal;
 
   if (const uint32_t who = shared(ws.flags(s.ep_rank).abort).load(std::memory_order_acquire)) {
-    throw Error(MOK_ERR_TIMEOUT, gave_up_text(s, who));
+    throw gave_up(s, who, {"entry", -1, int32_t(who) - 1});
   }
   // Peers may still be reading what the last call staged.
   wait_all("pull of the call before", &PeerFlags::pulled, epoch - 1, ws.options.first_wait_ms, -1);
@@ -266,19 +276,17 @@ void Call::wait_slowly(const WaitPoint& point, int32_t timeout_ms,
       throw Error(MOK_ERR_TIMEOUT, "another worker of this rank failed");
     }
     if (const uint32_t who = shared(abort_word).load(std::memory_order_acquire)) {
-      throw Error(MOK_ERR_TIMEOUT, gave_up_text(s, who));
+      throw gave_up(s, who, point);
     }
     if (Clock::now() > deadline) {
       for (int32_t r = 0; r < s.ep_size; ++r) {
         uint32_t none = 0;
         shared(ws.flags(r).abort).compare_exchange_strong(none, uint32_t(s.ep_rank) + 1);
       }
-      std::string what = "rank " + std::to_string(s.ep_rank) + " of EP " +
-                         std::to_string(s.ep_size) + " waited " + std::to_string(timeout_ms) +
-                         " ms in phase '" + point.phase + "'";
-      if (point.task >= 0) what += ", task " + std::to_string(point.task);
-      what += point.peer >= 0 ? ", for rank " + std::to_string(point.peer) : ", for its own tasks";
-      throw Error(MOK_ERR_TIMEOUT, what + " (call " + std::to_string(epoch) + ")");
+      throw Error(MOK_ERR_TIMEOUT, "rank " + std::to_string(s.ep_rank) + " of EP " +
+                                       std::to_string(s.ep_size) + " waited " +
+                                       std::to_string(timeout_ms) + " ms in " + describe(point) +
+                                       " (call " + std::to_string(epoch) + ")");
     }
     if (spins < 64) {
       std::this_thread::yield();
