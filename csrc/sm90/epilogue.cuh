@@ -91,6 +91,8 @@ struct SwiGluPairs {
   MOK_DEVICE SwiGluPairs(const float (&acc)[128], const float (&prob)[2]) {
 #pragma unroll
     for (int32_t i = 0; i < 32; ++i) {  // i = 2 j + h
+      // Nothing is moved across this. Otherwise ptxas packs all results at the end, and spills.
+      if (i % 16 == 0) __syncwarp();
       const uint32_t gate = pack_bf16(acc[2 * i], acc[2 * i + 1]);
       const uint32_t up = pack_bf16(acc[64 + 2 * i], acc[64 + 2 * i + 1]);
       const float2 s = scaled_silu2(bf16_low(gate), bf16_high(gate), prob[i % 2]);

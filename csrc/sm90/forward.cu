@@ -4,6 +4,7 @@
 #include "epilogue.cuh"
 #include "forward.h"
 #include "gemm_mainloop.cuh"
+#include "launch.cuh"
 #include "mover.cuh"
 #include "reduce.cuh"
 #include "task.cuh"
@@ -28,28 +29,17 @@ MOK_DEVICE Readiness task_readiness(const Task& task, const ForwardParams& p) {
   return {p.local.activations_ready + task.block, static_cast<uint32_t>(p.geometry.fc1_tiles)};
 }
 
-// Weights are brought into L2 so many K steps before they are loaded: loads then wait for L2 only,
-// which three stages can cover.
-constexpr int32_t kPrefetchSteps = 8;
-
 // A task looked up ahead of its turn, so that neither the ticket nor the flag costs time later.
 struct NextTask {
   Task task;
   bool ready;  // its left operand may be loaded
-  bool leads;  // its block is the first of its expert and group: it prefetches for the others
 
   MOK_DEVICE NextTask(uint32_t ticket, TicketDecoder& decoder, const ForwardParams& p)
-      : task(decoder.decode(static_cast<int32_t>(ticket), p.geometry)), ready(false), leads(false) {
+      : task(decoder.decode(static_cast<int32_t>(ticket), p.geometry)), ready(false) {
     if (task.phase == kNoTask) return;
     const Readiness flag = task_readiness(task, p);
     ready = load_relaxed(flag.counter) >= flag.target;
     describe_block(task, p);
-    if (task.block == 0) {
-      leads = true;
-    } else {
-      const BlockInfo before = p.local.blocks[task.block - 1];
-      leads = before.expert != task.expert || before.group != task.group;
-    }
     if (ready) acquire_for_copies();
   }
 };
@@ -73,7 +63,6 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
       acquire_for_copies();
     }
     const uint32_t ticket = atomicAdd(tickets, 1u);
-    const bool leads = next.leads;
     const bool fc1 = task.phase == MOK_PHASE_FC1;
     const CUtensorMap* map_a = fc1 ? &maps.rows : &maps.activations;
     const CUtensorMap* map_b = (fc1 ? p.fc1_maps : p.fc2_maps) + task.expert;
@@ -95,14 +84,6 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
                        task.tile * kTileN, CachePolicy::kNormal);
       }
       stage.advance();
-      if (leads && k + kPrefetchSteps < steps) {
-        const int32_t x = (k + kPrefetchSteps) * kTileK;
-        if (fc1) {
-          prefetch_tensor_3d(map_b, x, task.tile * kTileF, 0);
-        } else {
-          prefetch_tensor_2d(map_b, x, task.tile * kTileN);
-        }
-      }
       // Here the math warps are busy with the end of the tile before, and all stages are filled.
       if (k == min(kStages, steps) - 1) next = NextTask(ticket, decoder, p);
     }
@@ -127,8 +108,6 @@ MOK_DEVICE void math_role(const ForwardParams& p, uint32_t smem, int32_t warpgro
   RingCursor<kTaskSlots> slot(0);
   RingCursor<1> staging(1);
   float acc[128];
-#pragma unroll
-  for (int32_t i = 0; i < 128; ++i) acc[i] = 0.0f;
   while (true) {
     const Task task = TaskRing::next(smem, slot, p.dog);
     if (task.phase == kNoTask) return;
@@ -161,8 +140,7 @@ MOK_DEVICE void math_role(const ForwardParams& p, uint32_t smem, int32_t warpgro
 // ---- Store warp --------------------------------------------------------------------------------
 
 // Hands the staged halves of a tile to `copy_half(half, shared address)`, one after the other, and
-// gives the staging tile back. One lane issues all copies: addresses are then warp-uniform, as the
-// copy instructions want them; with an address per lane each copy would take a loop over the lanes.
+// gives the staging tile back.
 struct StagedTile {
   uint32_t smem;
   int32_t halves;         // that hold real rows
@@ -248,7 +226,10 @@ MOK_DEVICE void report_progress(const Task& task, const ForwardParams& p) {
     const int32_t blocks = p.local.group_first_block[group + 1] - p.local.group_first_block[group];
     const uint32_t target = blocks * tiles + (step > 0 ? 1 : 0);
     bool complete = false;
-    if (lane == 0) complete = acquire_release_add(p.local.step_done + step, 1) + 1 == target;
+    if (lane == 0) {
+      complete = release_add_fetch(p.local.step_done + step, 1) + 1 == target;
+      if (complete) acquire_fence_gpu();
+    }
     if (!__shfl_sync(~0u, complete, 0)) return;
     for (int32_t r = lane; r < g.num_ranks; r += 32) {
       release_store(p.peers.progress[r] + g.rank, progress_word(state.epoch, step + 1));
@@ -257,7 +238,8 @@ MOK_DEVICE void report_progress(const Task& task, const ForwardParams& p) {
   }
 }
 
-// Pushes rows to their slots at their owners.
+// Pushes rows to their slots at their owners, each with one store of the warp. A bulk copy for each
+// row would be slower: they queue with the operand loads of the next tile.
 MOK_DEVICE bool store_fc2(const Task& task, const ForwardParams& p, const StagedTile& staged) {
   const Geometry& g = p.geometry;
   const int32_t lane = threadIdx.x % 32;
@@ -273,24 +255,29 @@ MOK_DEVICE bool store_fc2(const Task& task, const ForwardParams& p, const Staged
         p.peers.slots[row.rank] + (int64_t{row.token} * g.topk + route_slot(row)) * row_bytes +
         task.tile * kTileN * 2);
   }
-  const bool leader = elect_one();
   const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
 #pragma unroll
     for (int32_t i = 0; i < kWarpgroupRows / 32; ++i) {
       const int32_t first = h * kWarpgroupRows + i * 32;
       const int32_t rows = min(32, task.rows - first);
-#pragma unroll 4
-      for (int32_t r = 0; r < rows; ++r) {
-        const uint64_t to = __shfl_sync(~0u, slot[first / 32], r);
-        if (leader) {
-          store_bulk(reinterpret_cast<void*>(to), data + (i * 32 + r) * kStagingPitch, bytes,
-                     CachePolicy::kEvictFirst);
+      const uint32_t source = data + i * 32 * kStagingPitch + lane * 16;
+      constexpr int32_t kBatch = 8;
+      for (int32_t r = 0; r < rows; r += kBatch) {
+        uint4 v[kBatch];
+#pragma unroll
+        for (int32_t j = 0; j < kBatch; ++j) {
+          v[j] = load_shared_uint4(source + (r + j) * kStagingPitch);
+        }
+#pragma unroll
+        for (int32_t j = 0; j < kBatch; ++j) {
+          const uint64_t to = __shfl_sync(~0u, slot[first / 32], r + j) + lane * 16;
+          if (r + j < rows && lane * 16 < bytes) __stcs(reinterpret_cast<uint4*>(to), v[j]);
         }
       }
     }
   });
   if (!ok) return false;
-  finish_bulk_stores();
+  fence_proxy_global();
   __syncwarp();
   report_progress(task, p);
   return true;
@@ -333,11 +320,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     StageRing::init(smem);
     TaskRing::init(smem);
     StagingHalf::init(smem);
-    MoverChunks::init(smem);
-    ReduceBuffers::init(smem);
     fence_barrier_init();
     fence_proxy_shared();
   }
+  wait_for_previous_kernel();
   if (!rows_have_arrived(p)) return;
 
   if (warpgroup < kMathWarpgroups) {
@@ -355,7 +341,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (warp == kStoreWarp) {
       store_role(p, maps, smem);
     } else {
-      mover_role(p, maps, smem, warp - kFirstMover);
+      mover_role(p);
     }
     wait_bulk_done();
   }
@@ -369,8 +355,8 @@ cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps,
   cudaError_t error = cudaFuncSetAttribute(
       forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedPlan::kBytes);
   if (error != cudaSuccess) return error;
-  forward_kernel<<<ctas, kThreads, SharedPlan::kBytes, stream>>>(params, maps);
-  return cudaGetLastError();
+  return launch_overlapped(forward_kernel, ctas, kThreads, SharedPlan::kBytes, stream, params,
+                           maps);
 }
 
 }  // namespace mok::sm90

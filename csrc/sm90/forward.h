@@ -28,7 +28,6 @@ struct ForwardMaps {
   CUtensorMap activations;        // activation ring, likewise
   CUtensorMap store_activations;  // boxes of 64 rows and 64 columns
   CUtensorMap store_preact;       // likewise over the saved pre-activations; unused if none are
-  CUtensorMap slots;  // own slots, boxes of K rows and reduce_columns(K) columns, linear
 };
 
 cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps, int32_t ctas,

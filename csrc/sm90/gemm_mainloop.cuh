@@ -40,6 +40,30 @@ MOK_DEVICE uint64_t k_major_descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | kLeading | kStride | kSwizzle128;
 }
 
+// Waits for the next stage and starts its multiplies. Returns the stage, which they still read.
+template <bool kFirst>
+MOK_DEVICE uint32_t multiply_step(float (&acc)[128], uint32_t smem, int32_t warpgroup,
+                                  StageCursor& cursor, const Watchdog& dog) {
+  wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog, kWaitStageFull);
+  // Without this the compiler moves every descriptor into uniform registers between multiplies.
+  const uint32_t stage = warp_uniform(cursor.slot);
+  const uint64_t a = k_major_descriptor(StageRing::operand_a(smem, stage) +
+                                        warpgroup * (kOperandABytes / kMathWarpgroups));
+  const uint64_t b = k_major_descriptor(StageRing::operand_b(smem, stage));
+  wgmma_fence();
+#pragma unroll
+  for (int32_t i = 0; i < kTileK / 16; ++i) {
+    if (kFirst && i == 0) {
+      wgmma_m64n256k16_first<false, false>(acc, a, b);
+    } else {
+      wgmma_m64n256k16<false, false>(acc, a + 2 * i, b + 2 * i);
+    }
+  }
+  wgmma_commit();
+  cursor.advance();
+  return stage;
+}
+
 // Multiplies `k_steps` stages into `acc`, replacing what it held. One multiply stays in flight
 // while the stage before is given back. A warpgroup without real rows only takes part in the
 // barriers: the tensor cores are then left to the other, and the tile takes half the time. Failed
@@ -55,25 +79,13 @@ MOK_DEVICE void multiply_tile(float (&acc)[128], int32_t k_steps, bool has_rows,
     }
     return;
   }
-  uint32_t previous = 0;
+  uint32_t previous = multiply_step<true>(acc, smem, warpgroup, cursor, dog);
 #pragma unroll 1
-  for (int32_t k = 0; k < k_steps; ++k) {
-    wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog, kWaitStageFull);
-    // Without this the compiler moves every descriptor into uniform registers between multiplies.
-    const uint32_t slot = warp_uniform(cursor.slot);
-    const uint64_t a = k_major_descriptor(StageRing::operand_a(smem, slot) +
-                                          warpgroup * (kOperandABytes / kMathWarpgroups));
-    const uint64_t b = k_major_descriptor(StageRing::operand_b(smem, slot));
-    wgmma_fence();
-#pragma unroll
-    for (int32_t i = 0; i < kTileK / 16; ++i) {
-      wgmma_m64n256k16<false, false>(acc, a + 2 * i, b + 2 * i, i == 0 ? k : 1);
-    }
-    wgmma_commit();
+  for (int32_t k = 1; k < k_steps; ++k) {
+    const uint32_t current = multiply_step<false>(acc, smem, warpgroup, cursor, dog);
     wgmma_wait<1>();
-    if (k > 0 && leader) barrier_arrive(StageRing::empty(smem, previous));
-    previous = cursor.slot;
-    cursor.advance();
+    if (leader) barrier_arrive(StageRing::empty(smem, previous));
+    previous = current;
   }
   wgmma_wait<0>();
 #pragma unroll

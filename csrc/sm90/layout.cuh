@@ -20,7 +20,7 @@ static_assert(kTileM == kBlockRows, "a tile is one row block high");
 constexpr int32_t kTileF = kTileN / 2;
 
 // Warpgroups 0 and 1 multiply, 64 rows each. The warps of warpgroup 2 feed them. More warps are not
-// possible: 224 registers a math thread leave 56 for the 128 others.
+// possible: 208 registers a math thread leave 88 for the 128 others.
 constexpr int32_t kMathWarpgroups = 2;
 constexpr int32_t kMathWarps = 4 * kMathWarpgroups;
 constexpr int32_t kWarpgroupRows = kTileM / kMathWarpgroups;
@@ -29,8 +29,8 @@ constexpr int32_t kStoreWarp = kMathWarps + 1;   // stores finished tiles, raise
 constexpr int32_t kFirstMover = kMathWarps + 2;  // pull rows, reduce combined rows
 constexpr int32_t kMovers = 2;
 constexpr int32_t kThreads = 32 * (kMathWarps + 2 + kMovers);
-constexpr int32_t kMathRegisters = 224;
-constexpr int32_t kFeedRegisters = 56;
+constexpr int32_t kMathRegisters = 208;
+constexpr int32_t kFeedRegisters = 88;
 static_assert(128 * (kMathWarpgroups * kMathRegisters + kFeedRegisters) <= 65536, "registers");
 
 constexpr int32_t kStages = 3;
@@ -50,19 +50,6 @@ constexpr int32_t kBoxBytes = kWarpgroupRows * kBoxColumns * 2;
 static_assert(kTileN / kBoxColumns * kBoxBytes <= kStagingHalfBytes, "a tile also fits as boxes");
 static_assert(kStagingHalfBytes % 1024 == 0, "alignment of the swizzle");
 
-// Each mover copies rows through its own chunks, so many in flight at a time. To reduce, it loads
-// the K rows of a token through the same memory, some columns at a time, in two buffers.
-constexpr int32_t kMoverChunkBytes = 2048;
-constexpr int32_t kMoverChunks = 4;
-constexpr int32_t kReduceBufferBytes = kMoverChunks * kMoverChunkBytes / 2;
-
-// Columns of a token that are reduced at a time: what K rows of them leave room for, at most 8 a
-// lane.
-MOK_HD constexpr int32_t reduce_columns(int32_t topk) {
-  return topk <= 8 ? 256 : topk <= 16 ? 128 : 64;
-}
-static_assert(MOK_MAX_TOPK * reduce_columns(MOK_MAX_TOPK) * 2 <= kReduceBufferBytes);
-
 // Tasks claimed but not yet stored: one loading, one multiplying, one storing.
 constexpr int32_t kTaskSlots = 4;
 
@@ -70,21 +57,17 @@ constexpr int32_t kTaskSlots = 4;
 struct SharedPlan {
   static constexpr uint32_t kOperands = 0;
   static constexpr uint32_t kStaging = kOperands + kStages * kStageBytes;
-  static constexpr uint32_t kMoverChunk = kStaging + kStagingBytes;
-  static constexpr uint32_t kTasks = kMoverChunk + kMovers * kMoverChunks * kMoverChunkBytes;
+  static constexpr uint32_t kTasks = kStaging + kStagingBytes;
   static constexpr uint32_t kStageFull = kTasks + kTaskSlots * 16;
   static constexpr uint32_t kStageEmpty = kStageFull + kStages * 8;
   static constexpr uint32_t kTaskFull = kStageEmpty + kStages * 8;
   static constexpr uint32_t kTaskEmpty = kTaskFull + kTaskSlots * 8;
   static constexpr uint32_t kStagingFull = kTaskEmpty + kTaskSlots * 8;
   static constexpr uint32_t kStagingFree = kStagingFull + kMathWarpgroups * 8;
-  static constexpr uint32_t kMoverFull = kStagingFree + kMathWarpgroups * 8;
-  static constexpr uint32_t kReduceFull = kMoverFull + kMovers * kMoverChunks * 8;
-  static constexpr uint32_t kBytes = kReduceFull + kMovers * 2 * 8;
+  static constexpr uint32_t kBytes = kStagingFree + kMathWarpgroups * 8;
 };
-static_assert(SharedPlan::kStaging % 1024 == 0 && SharedPlan::kMoverChunk % 128 == 0 &&
-                  SharedPlan::kTasks % 16 == 0,
-              "alignment of swizzled tiles, bulk copies and tasks");
+static_assert(SharedPlan::kStaging % 1024 == 0 && SharedPlan::kTasks % 16 == 0,
+              "alignment of swizzled tiles and of tasks");
 static_assert(SharedPlan::kBytes <= 232448, "shared memory of one CTA on sm_90");
 
 }  // namespace mok::sm90

@@ -4,7 +4,6 @@
 #define MOK_SM90_MOVER_CUH_
 
 #include "forward.h"
-#include "layout.cuh"
 #include "reduce.cuh"
 #include "sync.cuh"
 
@@ -15,58 +14,30 @@ namespace mok::sm90 {
 constexpr int32_t kPieceRows = 8;
 constexpr int32_t kPieces = static_cast<int32_t>(kBlockRows) / kPieceRows;
 
-// Shared memory of one mover warp: lane i < kMoverChunks owns chunk i and its barrier.
-struct MoverChunks {
-  uint32_t chunk;
-  uint32_t barrier;
-  uint32_t parity = 0;
-
-  MOK_DEVICE MoverChunks(uint32_t smem, int32_t mover, int32_t lane) {
-    const int32_t index = mover * kMoverChunks + lane % kMoverChunks;
-    chunk = smem + SharedPlan::kMoverChunk + index * kMoverChunkBytes;
-    barrier = smem + SharedPlan::kMoverFull + index * 8;
-  }
-  MOK_DEVICE static void init(uint32_t smem) {
-    for (int32_t i = 0; i < kMovers * kMoverChunks; ++i) {
-      barrier_init(smem + SharedPlan::kMoverFull + i * 8, 1);
-    }
-  }
-};
-
-// Copies `rows` rows: lane r holds the source of row r, destinations are consecutive. Chunks in
-// flight belong to different lanes, which wait for nothing but their own copies.
-MOK_DEVICE bool copy_rows(const uint8_t* source, uint8_t* destination, int32_t rows,
-                          int32_t row_bytes, MoverChunks& mine, const Watchdog& dog) {
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t chunks = (row_bytes + kMoverChunkBytes - 1) / kMoverChunkBytes;
-  for (int32_t first = 0; first < rows * chunks; first += kMoverChunks) {
-    const int32_t item = first + lane;
-    const bool active = lane < kMoverChunks && item < rows * chunks;
-    const int32_t row = active ? item / chunks : 0;
-    const int32_t offset = (item - row * chunks) * kMoverChunkBytes;
-    const int32_t bytes = min(kMoverChunkBytes, row_bytes - offset);
-    const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(source), row);
-    bool ok = true;
-    if (active) {
-      wait_bulk_read();
-      barrier_expect(mine.barrier, bytes);
-      load_bulk(mine.chunk, reinterpret_cast<const uint8_t*>(from) + offset, bytes, mine.barrier);
-      ok = wait_barrier(mine.barrier, mine.parity, dog, kWaitMoverCopy);
-      mine.parity ^= 1;
-      if (ok) {
-        store_bulk(destination + int64_t{row} * row_bytes + offset, mine.chunk, bytes);
-        commit_bulk_group();
+// Copies one row with a warp, or writes zeros where `source` is NULL; 8 loads of 16 bytes a lane in
+// flight. Through registers, not through bulk copies: those would queue with the operand loads of
+// the tile, and delay them.
+MOK_DEVICE void copy_row(const uint8_t* source, uint8_t* destination, int32_t bytes) {
+  constexpr int32_t kBatch = 8;
+  for (int32_t first = threadIdx.x % 32 * 16; first < bytes; first += kBatch * 512) {
+    uint4 v[kBatch];
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      v[i] = make_uint4(0, 0, 0, 0);
+      if (source != nullptr && first + i * 512 < bytes) {
+        v[i] = load_columns(source + first + i * 512);
       }
     }
-    if (!__all_sync(~0u, ok)) return false;
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      if (first + i * 512 < bytes) *reinterpret_cast<uint4*>(destination + first + i * 512) = v[i];
+    }
   }
-  return true;
 }
 
 // A claimed piece of a row block.
 struct DispatchPiece {
   int32_t ticket;  // -1: there are no more
-  int32_t rows;    // that are not padding; may be 0 or less
 
   MOK_DEVICE explicit DispatchPiece(const ForwardParams& p) {
     uint32_t claimed = 0;
@@ -74,11 +45,7 @@ struct DispatchPiece {
       claimed = atomicAdd(&p.local.state->counters.dispatch_ticket, 1u);
     }
     ticket = warp_uniform(claimed);
-    if (ticket >= p.local.state->num_blocks * kPieces) {
-      ticket = -1;
-    } else {
-      rows = min(p.local.blocks[block()].rows - first_row(), kPieceRows);
-    }
+    if (ticket >= p.local.state->num_blocks * kPieces) ticket = -1;
   }
 
   MOK_DEVICE int32_t block() const { return ticket / kPieces; }
@@ -90,33 +57,36 @@ struct DispatchPiece {
     return before < 0 || load_relaxed(p.local.activations_ready + before) >= p.geometry.fc1_tiles;
   }
 
-  // Pulls it. False after a failed wait.
-  MOK_DEVICE bool pull(const ForwardParams& p, MoverChunks& chunks) const {
+  // Pulls it. Padding rows become zero, and with them all that is computed from them.
+  MOK_DEVICE void pull(const ForwardParams& p) const {
     const Geometry& g = p.geometry;
     const int32_t lane = threadIdx.x % 32;
     const int32_t row_bytes = g.hidden * 2;
-    const uint8_t* source = nullptr;
-    if (lane < rows) {
-      const MokRow row = p.peers.rows[g.rank][int64_t{block()} * kBlockRows + first_row() + lane];
-      source = p.peers.hidden[row.rank] + int64_t{row.token} * row_bytes;
-      if (row.rank == g.rank) prefetch_bulk(source, row_bytes);
+    const int32_t rows = min(p.local.blocks[block()].rows - first_row(), kPieceRows);
+    const MokRow row =
+        p.peers.rows[g.rank][int64_t{block()} * kBlockRows + first_row() + lane % kPieceRows];
+    uint64_t source = 0;
+    if (lane < rows) {  // else the row is padding, and its entry undefined
+      const uint8_t* at = p.peers.hidden[row.rank] + int64_t{row.token} * row_bytes;
+      source = reinterpret_cast<uint64_t>(at);
     }
     uint8_t* destination =
         p.row_ring + (int64_t{block() % g.row_ring_blocks} * kBlockRows + first_row()) * row_bytes;
-    if (rows > 0 && !copy_rows(source, destination, rows, row_bytes, chunks, p.dog)) return false;
-    finish_bulk_stores();
+#pragma unroll 1
+    for (int32_t r = 0; r < kPieceRows; ++r) {
+      const uint64_t from = __shfl_sync(~0u, source, r);
+      copy_row(reinterpret_cast<const uint8_t*>(from), destination + int64_t{r} * row_bytes,
+               row_bytes);
+    }
+    fence_proxy_global();  // FC1 reads them with tensor loads
     __syncwarp();
     if (lane == 0) release_add(p.local.rows_ready + block(), 1);
-    return true;
   }
 };
 
 // Pulls pieces, and reduces tokens while no piece can be pulled. Pieces come first, for peers may
 // wait for what this rank computes from them; a token is only reduced if that needs no waiting.
-MOK_DEVICE void mover_role(const ForwardParams& p, const ForwardMaps& maps, uint32_t smem,
-                           int32_t mover) {
-  MoverChunks chunks(smem, mover, threadIdx.x % 32);
-  ReduceBuffers buffers(smem, mover);
+MOK_DEVICE void mover_role(const ForwardParams& p) {
   const TokenQueue queue(p);
   DispatchPiece piece(p);
   ReduceItem item = queue.claim(p);
@@ -131,13 +101,14 @@ MOK_DEVICE void mover_role(const ForwardParams& p, const ForwardMaps& maps, uint
                          pulling ? piece.block() : item.token)) {
       return;
     }
-    pull || p.geometry.num_ranks == 1 ? acquire_fence_gpu() : acquire_fence();
-    fence_proxy_global();
     if (pull) {
-      if (!piece.pull(p, chunks)) return;
+      acquire_fence_gpu();
+      fence_proxy_global();  // tensor loads have read the place in the ring
+      piece.pull(p);
       piece = DispatchPiece(p);
     } else {
-      if (!buffers.reduce(p, maps, item)) return;
+      acquire_results(p);
+      reduce_token(p, item);
       item = queue.claim(p);
     }
   }

@@ -63,16 +63,6 @@ struct ReduceItem {
   }
 
   MOK_DEVICE int32_t routes() const { return __popc(__ballot_sync(~0u, expert >= 0)); }
-
-  // Fetches its rows from memory at once: what follows then waits for L2 only.
-  MOK_DEVICE void prefetch(const ForwardParams& p) const {
-    const Geometry& g = p.geometry;
-    const int32_t slot = threadIdx.x % 32;
-    if (slot >= routes()) return;
-    const int64_t row = int64_t{token} * g.topk + slot;
-    prefetch_bulk(p.peers.slots[g.rank] + (row * g.hidden + first_column(g)) * 2,
-                  (end_column(g) - first_column(g)) * 2);
-  }
 };
 
 // Claims tokens in the order in which they complete: whole tokens of all buckets but the last, then
@@ -124,74 +114,7 @@ class TokenQueue {
   uint32_t end_;  // lane b: tokens in buckets 0 .. b
 };
 
-// ---- By mover warps, through shared memory -----------------------------------------------------
-
-// One tensor load brings some columns of all K rows of a token; two are in flight.
-class ReduceBuffers {
- public:
-  MOK_DEVICE ReduceBuffers(uint32_t smem, int32_t mover)
-      : data_(smem + SharedPlan::kMoverChunk + mover * 2 * kReduceBufferBytes),
-        full_(smem + SharedPlan::kReduceFull + mover * 2 * 8) {}
-
-  MOK_DEVICE static void init(uint32_t smem) {
-    for (int32_t i = 0; i < kMovers * 2; ++i) {
-      barrier_init(smem + SharedPlan::kReduceFull + i * 8, 1);
-    }
-  }
-
-  // The chunks of dispatch that shared this memory must have been read. False after a failed wait.
-  MOK_DEVICE bool reduce(const ForwardParams& p, const ForwardMaps& maps, const ReduceItem& item) {
-    const Geometry& g = p.geometry;
-    const int32_t lane = threadIdx.x % 32;
-    const int32_t columns = reduce_columns(g.topk);
-    const int32_t routes = item.routes();
-    const int32_t end = item.end_column(g);
-    const int32_t steps = (end - item.first_column(g) + columns - 1) / columns;
-    item.prefetch(p);
-    __syncwarp();
-    load(maps, g, item, 0, columns);
-    for (int32_t step = 0; step < steps; ++step) {
-      if (step + 1 < steps) load(maps, g, item, step + 1, columns);
-      const int32_t buffer = step % 2;
-      const bool ok = wait_barrier(full_ + buffer * 8, parity_ >> buffer & 1, p.dog, kWaitReduce);
-      if (!__all_sync(~0u, ok)) return false;
-      parity_ ^= 1u << buffer;
-      const uint32_t from = data_ + buffer * kReduceBufferBytes + lane * 16;
-      float sum[8] = {};
-      if (lane * 8 < columns) {
-#pragma unroll 4
-        for (int32_t n = 0; n < routes; ++n) {
-          add_columns(sum, load_shared_uint4(from + n * columns * 2));
-        }
-      }
-      const int32_t column = item.first_column(g) + step * columns + lane * 8;
-      if (lane * 8 < columns && column < end) {
-        write_columns(p, (int64_t{item.token} * g.hidden + column) * 2, sum);
-      }
-      __syncwarp();  // all lanes have read the buffer
-    }
-    return true;
-  }
-
- private:
-  MOK_DEVICE void load(const ForwardMaps& maps, const Geometry& g, const ReduceItem& item,
-                       int32_t step, int32_t columns) const {
-    if (!elect_one()) return;
-    const uint32_t full = full_ + step % 2 * 8;
-    barrier_expect(full, g.topk * columns * 2);
-    load_tensor_2d(data_ + step % 2 * kReduceBufferBytes, &maps.slots, full,
-                   item.first_column(g) + step * columns, item.token * g.topk,
-                   CachePolicy::kEvictFirst);
-  }
-
-  uint32_t data_;
-  uint32_t full_;
-  uint32_t parity_ = 0;  // bit b: of buffer b
-};
-
-// ---- By math warps, whose tiles are done -------------------------------------------------------
-
-// Sums one token with 8 loads of 16 bytes a lane in flight.
+// Sums one item with 8 loads of 16 bytes a lane in flight.
 MOK_DEVICE void reduce_token(const ForwardParams& p, const ReduceItem& item) {
   constexpr int32_t kBatch = 8;
   const Geometry& g = p.geometry;
@@ -219,17 +142,23 @@ MOK_DEVICE void reduce_token(const ForwardParams& p, const ReduceItem& item) {
   }
 }
 
-// Reduces tokens until none is left. Waits for peers, so no peer may depend on the warp any more.
+MOK_DEVICE void acquire_results(const ForwardParams& p) {
+  if (p.geometry.num_ranks == 1) {
+    acquire_fence_gpu();
+  } else {
+    acquire_fence();
+  }
+}
+
+// Reduces until nothing is left. Waits for peers, so no peer may depend on the warp any more.
 MOK_DEVICE void reduce_tokens(const ForwardParams& p) {
   const TokenQueue queue(p);
-  while (true) {
-    const ReduceItem item = queue.claim(p);
-    if (item.token < 0) return;
+  ReduceItem item = queue.claim(p);
+  while (item.token >= 0) {
     if (!warp_wait_until([&] { return item.ready(p); }, p.dog, kWaitCombine, item.token)) return;
-    p.geometry.num_ranks == 1 ? acquire_fence_gpu() : acquire_fence();
-    item.prefetch(p);
-    __syncwarp();
+    acquire_results(p);
     reduce_token(p, item);
+    item = queue.claim(p);
   }
 }
 

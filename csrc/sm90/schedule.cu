@@ -1,3 +1,4 @@
+#include "launch.cuh"
 #include "schedule.h"
 #include "sync.cuh"
 
@@ -30,6 +31,7 @@ __global__ void __launch_bounds__(kChunkRoutes)
     count_kernel(const __grid_constant__ ScheduleParams p) {
   __shared__ int32_t count[MOK_MAX_EXPERTS];
   const Geometry& g = p.geometry;
+  let_next_kernel_start();
   for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) count[e] = 0;
   const int32_t first = blockIdx.x * blockDim.x + threadIdx.x;
   for (int32_t i = first; i < g.max_blocks + kPanels; i += gridDim.x * blockDim.x) {
@@ -50,14 +52,35 @@ __global__ void __launch_bounds__(kChunkRoutes)
 
 // ---- 2. Exchange -------------------------------------------------------------------------------
 
-MOK_DEVICE int32_t warp_inclusive_sum(int32_t value) {
+struct Sum {
+  MOK_DEVICE int32_t operator()(int32_t a, int32_t b) const { return a + b; }
+};
+struct Max {
+  MOK_DEVICE int32_t operator()(int32_t a, int32_t b) const { return max(a, b); }
+};
+
+template <typename Op>
+MOK_DEVICE int32_t warp_scan(int32_t value, Op op) {
   const int32_t lane = threadIdx.x % 32;
 #pragma unroll
   for (int32_t d = 1; d < 32; d *= 2) {
     const int32_t other = __shfl_up_sync(~0u, value, d);
-    if (lane >= d) value += other;
+    if (lane >= d) value = op(value, other);
   }
   return value;
+}
+
+// Inclusive scan over the threads of the CTA; `scratch` holds one word a warp.
+template <typename Op>
+MOK_DEVICE int32_t block_scan(int32_t value, int32_t* scratch, Op op) {
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t warp = threadIdx.x / 32;
+  value = warp_scan(value, op);
+  if (lane == 31) scratch[warp] = value;
+  __syncthreads();
+  if (warp == 0) scratch[lane] = warp_scan(scratch[lane], op);
+  __syncthreads();
+  return warp > 0 ? op(value, scratch[warp - 1]) : value;
 }
 
 // Turns the counts of an expert's chunks into offsets; returns their sum. By a warp; `counts` has
@@ -73,7 +96,7 @@ MOK_DEVICE int32_t scan_chunks(int32_t* counts, int32_t chunks) {
     if (chunk + 2 >= chunks) c.z = 0;
     if (chunk + 3 >= chunks) c.w = 0;
     const int32_t mine = c.x + c.y + c.z + c.w;
-    const int32_t sum = warp_inclusive_sum(mine);
+    const int32_t sum = warp_scan(mine, Sum{});
     const int32_t before = total + sum - mine;
     if (chunk < chunks) {
       *reinterpret_cast<int4*>(counts + chunk) =
@@ -82,18 +105,6 @@ MOK_DEVICE int32_t scan_chunks(int32_t* counts, int32_t chunks) {
     total += __shfl_sync(~0u, sum, 31);
   }
   return total;
-}
-
-// Inclusive sum over the threads of the CTA; `scratch` holds one word a warp.
-MOK_DEVICE int32_t block_inclusive_sum(int32_t value, int32_t* scratch) {
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t warp = threadIdx.x / 32;
-  const int32_t sum = warp_inclusive_sum(value);
-  if (lane == 31) scratch[warp] = sum;
-  __syncthreads();
-  if (warp == 0) scratch[lane] = warp_inclusive_sum(scratch[lane]);
-  __syncthreads();
-  return sum + (warp > 0 ? scratch[warp - 1] : 0);
 }
 
 // Tells every rank this rank's counts and waits for theirs. False after a failure.
@@ -127,42 +138,51 @@ MOK_DEVICE bool exchange_counts(const ScheduleParams& p, uint32_t epoch, const i
   return __syncthreads_and(ok);
 }
 
-// Cuts the blocks of one rank into groups. first_block: of its experts, over all ranks. Writes the
-// groups' first blocks where `group_first_block` is not NULL. Returns the number of groups.
-MOK_DEVICE int32_t cut_groups(const Geometry& g, const int32_t* first_block, ExpertGroups* experts,
-                              int32_t* group_first_block) {
-  int32_t groups = 0;  // the last of them is open and has `open` blocks
-  int32_t open = 0;
-  const auto begin = [&](int32_t block, int32_t blocks) {
-    if (group_first_block != nullptr) group_first_block[groups] = block;
-    ++groups;
-    open = blocks;
-  };
-  const int32_t origin = first_block[0];
-  int32_t end = origin;
-#pragma unroll 4
-  for (int32_t i = 0; i < g.local_experts; ++i) {
-    const int32_t block = end - origin;
-    end = first_block[i + 1];
-    const int32_t n = end - origin - block;
-    if (n == 0) continue;
-    if (n > g.max_group_blocks) {
-      const int32_t chunks = (n + g.max_group_blocks - 1) / g.max_group_blocks;
-      const int32_t chunk = (n + chunks - 1) / chunks;
-      experts[i] = ExpertGroups{groups, chunk};
-      for (int32_t at = 0; at < n; at += chunk) begin(block + at, g.max_group_blocks);
-      continue;
-    }
-    const bool fits = groups > 0 && open < g.min_group_blocks && open + n <= g.max_group_blocks;
-    if (fits) {
-      open += n;
+// Where the group that begins with expert `first` ends, unless experts are split; `end`: of the
+// experts of one rank. A group takes experts until it has min_group_blocks or the next would be too
+// many.
+MOK_DEVICE int32_t group_end(const Geometry& g, const int32_t* first_block, int32_t first,
+                             int32_t end) {
+  const int32_t begin = first_block[first];
+  int32_t low = first + 1;
+  int32_t high = end;
+  while (low < high) {
+    const int32_t mid = (low + high) / 2;
+    if (first_block[mid] - begin >= g.min_group_blocks ||
+        first_block[mid + 1] - begin > g.max_group_blocks) {
+      high = mid;
     } else {
-      begin(block, n);
+      low = mid + 1;
     }
-    experts[i] = ExpertGroups{groups - 1, INT32_MAX};
+  }
+  return low;
+}
+
+// The groups of one rank, by one thread: from the end of one group to the next. Marks the expert
+// that begins a group; an expert larger than a group begins several, of about the same size.
+// Returns how many there are.
+MOK_DEVICE int32_t walk_groups(const Geometry& g, const int32_t* first_block, const int32_t* ends,
+                               int32_t first, int32_t end, ExpertGroups* begins,
+                               int32_t* group_first_block) {
+  int32_t groups = 0;
+  for (int32_t i = first; i < end;) {
+    const int32_t next = ends[i];
+    const int32_t n = first_block[next] - first_block[i];
+    if (n > 0) {
+      const int32_t chunks = (n + g.max_group_blocks - 1) / g.max_group_blocks;
+      const int32_t chunk = chunks == 1 ? INT32_MAX : (n + chunks - 1) / chunks;
+      begins[i] = ExpertGroups{groups, chunk};
+      for (int32_t at = 0; at < n; at += min(chunk, n - at)) {
+        if (group_first_block != nullptr) {
+          group_first_block[groups] = first_block[i] - first_block[first] + at;
+        }
+        ++groups;
+      }
+    }
+    i = next;
   }
   if (group_first_block != nullptr) {
-    group_first_block[groups] = first_block[g.local_experts] - first_block[0];
+    group_first_block[groups] = first_block[end] - first_block[first];
   }
   return groups;
 }
@@ -174,8 +194,11 @@ __global__ void __launch_bounds__(1024, 1)
   __shared__ int32_t totals[MOK_MAX_EXPERTS];
   __shared__ int32_t first_block[MOK_MAX_EXPERTS + 1];  // over the experts of all ranks
   __shared__ int32_t expert_rows[MOK_MAX_EXPERTS];
+  __shared__ int32_t ends[MOK_MAX_EXPERTS];
+  __shared__ ExpertGroups begins[MOK_MAX_EXPERTS];
   __shared__ int32_t scratch[32];
   const Geometry& g = p.geometry;
+  wait_for_previous_kernel();
   CallState& state = *p.local.state;
   const int32_t chunks = ceil_div(p.tokens, chunk_tokens(g.topk));
 #pragma unroll 4
@@ -186,22 +209,25 @@ __global__ void __launch_bounds__(1024, 1)
   const uint32_t epoch = state.epoch + 1;
   __syncthreads();
   if (threadIdx.x == 0) state.epoch = epoch;
-  if (!exchange_counts(p, epoch, totals)) return;
+  if (g.num_ranks > 1 && !exchange_counts(p, epoch, totals)) return;
+  let_next_kernel_start();  // not before the peers are here: it would hold SMs that others may need
 
   const int32_t expert = threadIdx.x;
   int32_t rows = 0;
   int32_t before_me = 0;
-  if (expert < g.num_experts) {
+  if (g.num_ranks == 1) {
+    if (expert < g.num_experts) rows = totals[expert];
+  } else if (expert < g.num_experts) {
     const int32_t* counts =
         p.peers.counts[g.rank] + int64_t{epoch % 2} * g.num_ranks * g.num_experts + expert;
     for (int32_t r = 0; r < g.num_ranks; ++r) {
       if (r == g.rank) before_me = rows;
       rows += counts[int64_t{r} * g.num_experts];
     }
-    expert_rows[expert] = rows;
   }
+  if (expert < g.num_experts) expert_rows[expert] = rows;
   const int32_t blocks = static_cast<int32_t>(ceil_div(rows, kBlockRows));
-  const int32_t end = block_inclusive_sum(blocks, scratch);
+  const int32_t end = block_scan(blocks, scratch, Sum{});
   if (expert < g.num_experts) first_block[expert + 1] = end;
   if (expert == 0) first_block[0] = 0;
   __syncthreads();
@@ -210,18 +236,26 @@ __global__ void __launch_bounds__(1024, 1)
     const int32_t owner = expert / g.local_experts;
     const int32_t block = first_block[expert] - first_block[owner * g.local_experts];
     p.local.first_row[expert] = ExpertRows{block, before_me};
+    ends[expert] = group_end(g, first_block, expert, (owner + 1) * g.local_experts);
+    begins[expert].first = -1;
   }
+  __syncthreads();
   if (threadIdx.x < g.num_ranks) {
     const int32_t first = threadIdx.x * g.local_experts;
     const bool me = threadIdx.x == g.rank;
-    const int32_t groups = cut_groups(g, first_block + first, p.local.expert_groups + first,
-                                      me ? p.local.group_first_block : nullptr);
+    const int32_t groups = walk_groups(g, first_block, ends, first, first + g.local_experts, begins,
+                                       me ? p.local.group_first_block : nullptr);
     p.local.rank_groups[threadIdx.x] = groups;
     if (me) {
       state.num_blocks = first_block[first + g.local_experts] - first_block[first];
       state.num_groups = groups;
     }
   }
+  __syncthreads();
+  // Every expert belongs to the last group that begins at or before it.
+  const bool begins_group = expert < g.num_experts && begins[expert].first >= 0;
+  const int32_t group_begin = block_scan(begins_group ? expert : 0, scratch, Max{});
+  if (expert < g.num_experts) p.local.expert_groups[expert] = begins[group_begin];
   __syncthreads();
   const int32_t my_first = first_block[g.rank * g.local_experts];
   for (int32_t i = threadIdx.x / 32; i < g.local_experts; i += 32) {
@@ -273,6 +307,8 @@ __global__ void __launch_bounds__(kChunkRoutes)
   __shared__ int32_t from_end[kChunkRoutes];  // of a token: groups between its last and the end
   const Geometry& g = p.geometry;
   CallState& state = *p.local.state;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if (load_relaxed(p.dog.abort) != 0) return;
   for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) running[e] = 0;
   from_end[threadIdx.x] = kReduceBuckets - 1;
@@ -306,7 +342,7 @@ __global__ void __launch_bounds__(kChunkRoutes)
   if (g.num_ranks == 1) return;
   __shared__ bool last;
   if (threadIdx.x == 0) {
-    last = acquire_release_add(&state.counters.chunks_routed, 1) + 1 == gridDim.x;
+    last = release_add_fetch(&state.counters.chunks_routed, 1) + 1 == gridDim.x;
   }
   __syncthreads();
   if (last && threadIdx.x < g.num_ranks) {
@@ -322,9 +358,12 @@ cudaError_t launch_schedule(const ScheduleParams& params, cudaStream_t stream) {
       static_cast<int32_t>(ceil_div(params.tokens, chunk_tokens(params.geometry.topk)));
   const int32_t ctas = chunks > 0 ? chunks : 1;
   count_kernel<<<ctas, kChunkRoutes, 0, stream>>>(params);
-  exchange_kernel<<<1, 1024, 0, stream>>>(params);
-  route_kernel<<<ctas, kChunkRoutes, 0, stream>>>(params);
-  return cudaGetLastError();
+  cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) error = launch_overlapped(exchange_kernel, 1, 1024, 0, stream, params);
+  if (error == cudaSuccess) {
+    error = launch_overlapped(route_kernel, ctas, kChunkRoutes, 0, stream, params);
+  }
+  return error;
 }
 
 }  // namespace mok::sm90

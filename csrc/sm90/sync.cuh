@@ -33,10 +33,10 @@ MOK_DEVICE void release_add(uint32_t* counter, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 
-// The same, and sees what earlier arrivals published; returns the value before.
-MOK_DEVICE uint32_t acquire_release_add(uint32_t* counter, uint32_t value) {
+// The same; returns the value before. Who must see what earlier arrivals published fences after it.
+MOK_DEVICE uint32_t release_add_fetch(uint32_t* counter, uint32_t value) {
   uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+  asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(counter), "r"(value)
                : "memory");

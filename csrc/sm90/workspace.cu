@@ -96,28 +96,18 @@ EncodeTiled encode_tiled() {
 }
 
 CUtensorMap encode_map(const void* data, int32_t rank, const cuuint64_t* sizes,
-                       const cuuint64_t* strides, const cuuint32_t* box,
-                       CUtensorMapSwizzle swizzle) {
+                       const cuuint64_t* strides, const cuuint32_t* box) {
   const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map;
   const CUresult result =
       encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), sizes,
-                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error{MOK_ERR_SYSTEM, "cuTensorMapEncodeTiled failed with CUresult " +
                                     std::to_string(static_cast<int32_t>(result))};
   }
   return map;
-}
-
-CUtensorMap encode_matrix(const void* data, int64_t rows, int64_t columns, int32_t box_rows,
-                          int32_t box_columns, CUtensorMapSwizzle swizzle) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns),
-                             static_cast<cuuint32_t>(box_rows)};
-  return encode_map(data, 2, sizes, strides, box, swizzle);
 }
 
 // fc1 is [2F, H]: gate rows, then up rows. One box takes 128 rows of each, and clips at F.
@@ -127,7 +117,7 @@ CUtensorMap make_fc1_map(const void* data, const Geometry& g) {
   const cuuint64_t sizes[3] = {h, f, 2};
   const cuuint64_t strides[2] = {h * 2, h * f * 2};
   const cuuint32_t box[3] = {kTileK, kTileF, 2};
-  return encode_map(data, 3, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_map(data, 3, sizes, strides, box);
 }
 
 uint64_t nanoseconds(int32_t milliseconds, int32_t otherwise) {
@@ -137,7 +127,10 @@ uint64_t nanoseconds(int32_t milliseconds, int32_t otherwise) {
 }  // namespace
 
 CUtensorMap make_matrix_map(const void* data, int64_t rows, int64_t columns, int32_t box_rows) {
-  return encode_matrix(data, rows, columns, box_rows, kTileK, CU_TENSOR_MAP_SWIZZLE_128B);
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+  const cuuint32_t box[2] = {kTileK, static_cast<cuuint32_t>(box_rows)};
+  return encode_map(data, 2, sizes, strides, box);
 }
 
 }  // namespace mok::sm90
@@ -199,9 +192,6 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
     peers.progress[r] = reinterpret_cast<uint64_t*>(peer + segment.progress);
     dog.peer_abort[r] = &peers.flags[r]->abort;
   }
-  forward_maps.slots = encode_matrix(
-      peers.slots[shape.ep_rank], int64_t{shape.max_tokens} * shape.topk, shape.hidden, shape.topk,
-      reduce_columns(shape.topk), CU_TENSOR_MAP_SWIZZLE_NONE);
   dog.abort = dog.peer_abort[shape.ep_rank];
   dog.fault = fault_;
   dog.rank = shape.ep_rank;
