@@ -271,7 +271,7 @@ MOK_DEVICE bool store_fc2(const Task& task, const ForwardParams& p, const Staged
 #pragma unroll
         for (int32_t j = 0; j < kBatch; ++j) {
           const uint64_t to = __shfl_sync(~0u, slot[first / 32], r + j) + lane * 16;
-          if (r + j < rows && lane * 16 < bytes) __stcs(reinterpret_cast<uint4*>(to), v[j]);
+          if (r + j < rows && lane * 16 < bytes) *reinterpret_cast<uint4*>(to) = v[j];
         }
       }
     }

@@ -84,34 +84,18 @@ struct DispatchPiece {
   }
 };
 
-// Pulls pieces, and reduces tokens while no piece can be pulled. Pieces come first, for peers may
-// wait for what this rank computes from them; a token is only reduced if that needs no waiting.
+// Pulls pieces until there are no more, then helps to reduce. Peers may wait for what this rank
+// computes from the pieces, so nothing here waits for a peer before.
 MOK_DEVICE void mover_role(const ForwardParams& p) {
-  const TokenQueue queue(p);
-  DispatchPiece piece(p);
-  ReduceItem item = queue.claim(p);
-  while (piece.ticket >= 0 || item.token >= 0) {
-    bool pull = false;
-    const auto can_work = [&] {
-      pull = piece.ticket >= 0 && piece.ready(p);
-      return pull || (item.token >= 0 && item.ready(p));
-    };
-    const bool pulling = piece.ticket >= 0;
-    if (!warp_wait_until(can_work, p.dog, pulling ? kWaitRowRing : kWaitCombine,
-                         pulling ? piece.block() : item.token)) {
+  for (DispatchPiece piece(p); piece.ticket >= 0; piece = DispatchPiece(p)) {
+    if (!warp_wait_until([&] { return piece.ready(p); }, p.dog, kWaitRowRing, piece.block())) {
       return;
     }
-    if (pull) {
-      acquire_fence_gpu();
-      fence_proxy_global();  // tensor loads have read the place in the ring
-      piece.pull(p);
-      piece = DispatchPiece(p);
-    } else {
-      acquire_results(p);
-      reduce_token(p, item);
-      item = queue.claim(p);
-    }
+    acquire_fence_gpu();
+    fence_proxy_global();  // tensor loads have read the place in the ring
+    piece.pull(p);
   }
+  reduce_tokens(p);
 }
 
 }  // namespace mok::sm90
