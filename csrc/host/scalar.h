@@ -12,6 +12,7 @@ struct Bf16 {
 };
 
 inline float to_float(float value) { return value; }
+inline float to_float(double value) { return float(value); }
 inline float to_float(Bf16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
 
 template <typename T>

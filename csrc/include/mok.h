@@ -72,6 +72,24 @@ typedef struct MokRoutes {
   const float* probs;         // [T, K]
 } MokRoutes;
 
+// Routes from the dense map of Megatron's router. Needs no workspace and concerns one rank alone.
+typedef enum MokProbsDtype {
+  MOK_PROBS_F32 = 0,
+  MOK_PROBS_BF16 = 1,
+  MOK_PROBS_F64 = 2
+} MokProbsDtype;
+typedef struct MokRouteMapArgs {
+  int32_t tokens;              // T
+  int32_t experts;             // E
+  int32_t topk;                // K
+  const uint8_t* routing_map;  // [T, E], 1 where the token goes to the expert
+  const void* probs;           // [T, E] of probs_dtype
+  int32_t probs_dtype;         // MokProbsDtype
+  int32_t* expert_ids;         // [T, K] ascending, then -1
+  float* route_probs;          // [T, K], 0 where there is no route
+  void* stream;
+} MokRouteMapArgs;
+
 // One routed row, as the rank that computes it sees it.
 typedef struct MokRow {
   int32_t token;  // in the owner's [T]
@@ -199,6 +217,10 @@ MokStatus mok_segment_free(void* segment);   // of mok_segment_alloc
 MokStatus mok_layout(const MokShape* shape, const MokOptions* options, MokLayout* layout);
 MokStatus mok_workspace_create(const MokWorkspaceDesc* desc, MokWorkspace** workspace);
 void mok_workspace_destroy(MokWorkspace* workspace);
+
+// A token with more than K routes is MOK_ERR_INVALID_ARGUMENT from the host engine. The CUDA engine
+// cannot wait to tell, and keeps its first K.
+MokStatus mok_routes_from_map(const MokRouteMapArgs* args);
 
 MokStatus mok_schedule(MokWorkspace* workspace, MokScheduleArgs* args);
 MokStatus mok_dispatch(MokWorkspace* workspace, const MokDispatchArgs* args);

@@ -1,4 +1,4 @@
-"""The `torch.ops.mok` operators: engine calls as PyTorch sees them.
+"""The layer as `torch.ops.mok` operators: engine calls as PyTorch sees them.
 
     mok::moe_forward   routed experts of one MoE layer, dispatch to combine
     mok::moe_backward  its gradients; adds into or overwrites FP32 weight gradients in place
@@ -15,12 +15,12 @@ import torch
 from megatron_mok.ops.checks import check_grads, check_inputs, check_tensor
 from megatron_mok.runtime import Workspace, abi, workspace_of
 
-_library = torch.library.Library("mok", "DEF")
-_library.define(
+library = torch.library.Library("mok", "DEF")
+library.define(
     "moe_forward(Tensor hidden, Tensor expert_ids, Tensor probs, Tensor[] fc1, Tensor[] fc2, "
     "Tensor? addend, int workspace, int saved_rows) -> (Tensor output, Tensor preact)"
 )
-_library.define(
+library.define(
     "moe_backward(Tensor grad_output, Tensor hidden, Tensor expert_ids, Tensor probs, "
     "Tensor[] fc1, Tensor[] fc2, Tensor preact, Tensor(a!)[] grad_fc1, Tensor(b!)[] grad_fc2, "
     "bool accumulate, int workspace) -> (Tensor grad_hidden, Tensor grad_probs)"
@@ -206,10 +206,10 @@ def _autograd_backward(ctx, grad_output, _grad_preact):
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("moe_forward", _moe_forward, _device)
-    _library.impl("moe_backward", _moe_backward, _device)
-torch.library.register_fake("mok::moe_forward", _moe_forward_fake, lib=_library)
-torch.library.register_fake("mok::moe_backward", _moe_backward_fake, lib=_library)
+    library.impl("moe_forward", _moe_forward, _device)
+    library.impl("moe_backward", _moe_backward, _device)
+torch.library.register_fake("mok::moe_forward", _moe_forward_fake, lib=library)
+torch.library.register_fake("mok::moe_backward", _moe_backward_fake, lib=library)
 torch.library.register_autograd(
-    "mok::moe_forward", _autograd_backward, setup_context=_setup_context, lib=_library
+    "mok::moe_forward", _autograd_backward, setup_context=_setup_context, lib=library
 )

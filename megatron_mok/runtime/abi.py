@@ -78,6 +78,26 @@ class MokRow(Structure):
     ]
 
 
+class ProbsDtype(IntEnum):
+    F32 = 0
+    BF16 = 1
+    F64 = 2
+
+
+class MokRouteMapArgs(Structure):
+    _fields_ = [
+        ("tokens", c_int32),
+        ("experts", c_int32),
+        ("topk", c_int32),
+        ("routing_map", c_void_p),
+        ("probs", c_void_p),
+        ("probs_dtype", c_int32),
+        ("expert_ids", c_void_p),
+        ("route_probs", c_void_p),
+        ("stream", c_void_p),
+    ]
+
+
 class MokWeights(Structure):
     _fields_ = [("fc1", POINTER(c_void_p)), ("fc2", POINTER(c_void_p))]
 
@@ -186,6 +206,7 @@ def declare(lib: ctypes.CDLL) -> None:
         ),
         "mok_workspace_create": ([POINTER(MokWorkspaceDesc), POINTER(workspace)], c_int32),
         "mok_workspace_destroy": ([workspace], None),
+        "mok_routes_from_map": ([POINTER(MokRouteMapArgs)], c_int32),
         "mok_schedule": ([workspace, POINTER(MokScheduleArgs)], c_int32),
         "mok_dispatch": ([workspace, POINTER(MokDispatchArgs)], c_int32),
         "mok_combine": ([workspace, POINTER(MokCombineArgs)], c_int32),

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from megatron_mok.ops import fused_moe
+from megatron_mok.ops import fused_moe, routes_from_map
 from megatron_mok.runtime import MoKTimeoutError, MoKWorkspacePoisonedError, RuntimeOptions
 from tests.in_process import (
     Layer,
@@ -176,6 +176,19 @@ def test_nan_stays_in_its_token():
     output_TH = forward(layer, workspaces_for(layer, 2))
     bad = output_TH.isnan().any(dim=1).nonzero().flatten().tolist()
     assert bad == ([4] if (layer.expert_ids_TK[4] >= 0).any() else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(0, 8, 2), (333, 8, 2), (1000, 257, 32)])
+def test_routes_from_map_equal_the_host_engines(tokens, experts, topk, dtype):
+    keys_TE = torch.rand(tokens, experts)
+    routing_map_TE = (keys_TE.argsort(dim=1).argsort(dim=1) < topk) & (keys_TE < 0.9)
+    probs_TE = torch.rand(tokens, experts).to(dtype)
+    expected = routes_from_map(probs_TE, routing_map_TE, topk)
+    for got, want in zip(
+        routes_from_map(probs_TE.cuda(), routing_map_TE.cuda(), topk), expected, strict=True
+    ):
+        assert torch.equal(got.cpu(), want)
 
 
 def test_graph_replay_follows_routing_that_changes_in_place():

@@ -202,6 +202,35 @@ def test_routes_from_map(tokens, experts, topk, seed):
     assert torch.equal(probs_TE.grad, expected_TE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_opcheck_routes_from_map(dtype):
+    routing_map_TE = torch.rand(9, 6) < 0.4
+    probs_TE = leaf(torch.rand(9, 6).to(dtype))
+    # The aot_dispatch test of opcheck cannot take an output of integers.
+    torch.library.opcheck(
+        torch.ops.mok.routes_from_map.default,
+        (probs_TE, routing_map_TE, 6),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    _, probs_TK = routes_from_map(probs_TE, routing_map_TE, 6)
+    assert probs_TK.dtype == torch.float32
+    probs_TK.sum().backward()
+    assert torch.equal(probs_TE.grad, routing_map_TE.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("probs_TE", "routing_map_TE", "text"),
+    [
+        (torch.rand(4, 3), torch.ones(4, 2, dtype=torch.bool), "must have the same shape"),
+        (torch.rand(4, 3), torch.ones(4, 3), "routing_map has dtype torch.float32"),
+        (torch.rand(4, 3).half(), torch.ones(4, 3, dtype=torch.bool), "probs has dtype"),
+    ],
+)
+def test_maps_that_do_not_fit(probs_TE, routing_map_TE, text):
+    with pytest.raises(ValueError, match=text):
+        routes_from_map(probs_TE, routing_map_TE, 2)
+
+
 def test_too_many_routes_are_an_error():
-    with pytest.raises(ValueError, match="a token has 3 routes; topk is 2"):
+    with pytest.raises(ValueError, match="token 0 has 3 routes; topk is 2"):
         routes_from_map(torch.rand(4, 3), torch.ones(4, 3, dtype=torch.bool), 2)
