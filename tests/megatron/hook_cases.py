@@ -252,6 +252,19 @@ def announcements() -> list[str]:
     return output.getvalue().splitlines()
 
 
+def refused_on_a_gpu() -> str:
+    """What the construction of a layer says where its tensors would be on a GPU."""
+    from megatron_mok.megatron import layer
+
+    set_up_parallel(1)
+    device = layer._device
+    layer._device = lambda: torch.device("cuda", 0)
+    try:
+        return message_of(make_layer, make_config("mok"))
+    finally:
+        layer._device = device
+
+
 class GroupedLinear(torch.nn.Module):
     """Stands for Transformer Engine's grouped linear: its parameters, multiplied one by one."""
 
