@@ -23,7 +23,7 @@ def write_chart(path: Path, report: Report) -> bool:
         return False
     colors = {arm: COLORS[(i + 1) % len(COLORS)] for i, arm in enumerate(arms)}
     groups = max(len(groups) for groups in panels.values())
-    width = max(7.0, 1.2 + _BAR_INCHES * groups * (len(arms) + 1))
+    width = max(7.8, 1.2 + _BAR_INCHES * groups * (len(arms) + 1))
     with png_figure(path, width, 1.2 + 2.6 * len(panels)) as figure:
         axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axis, (title, cases) in zip(axes, panels.items(), strict=True):
