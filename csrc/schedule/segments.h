@@ -1,5 +1,5 @@
-// Task order of the host engine: which task a ticket stands for. (The Hopper engine cuts groups of its
-// own, see sm90/task.cuh; the rules below hold there too.)
+// Task order of the host engine: which task a ticket stands for. (The Hopper engine cuts groups of
+// its own, see sm90/task.cuh; the rules below hold there too.)
 //
 // Tickets are claimed in order, and a task waits only for tasks with smaller tickets (and for
 // peers), so the lowest unfinished task can always run, however few workers there are.

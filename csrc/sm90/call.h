@@ -25,14 +25,14 @@ enum WaitSite : int32_t {
   kWaitRows,
   kWaitActivations,
   kWaitCombine,
-  kWaitReduce,
   kPeerMismatch,
 };
 
 // The first failure of this rank, in memory that the host reads.
 struct Fault {
-  int32_t site;
-  int32_t detail;
+  int32_t site;    // WaitSite
+  int32_t detail;  // the peer, block or token that was waited for; -1: none
+  int32_t by;      // rank that gave up first
   int32_t raised;
 };
 

@@ -300,7 +300,7 @@ MOK_DEVICE void store_role(const ForwardParams& p, const ForwardMaps& maps, uint
 
 // Every rank's entries of the row table must be here before anything reads it.
 MOK_DEVICE bool rows_have_arrived(const ForwardParams& p) {
-  bool ok = load_relaxed(p.dog.abort) == 0;
+  bool ok = !aborted(p.dog, kWaitPeerRows, -1);
   if (ok && p.geometry.num_ranks > 1 && threadIdx.x < p.geometry.num_ranks) {
     ok = wait_epoch(&p.peers.flags[p.geometry.rank]->rows[threadIdx.x], p.local.state->epoch, p.dog,
                     kWaitPeerRows, threadIdx.x, p.dog.inner_wait_ns);

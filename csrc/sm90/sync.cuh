@@ -70,17 +70,36 @@ MOK_DEVICE void finish_bulk_stores() {
 
 // ---- Bounded waits -----------------------------------------------------------------------------
 
-// Records the first failure of this rank and tells every rank to give up. Kept out of line in
-// effect: it runs once in the life of a workspace.
-MOK_DEVICE void raise_abort(const Watchdog& dog, WaitSite site, int32_t detail) {
-  if (atomicCAS_system(dog.abort, 0u, 1u + dog.rank) != 0) return;
+// Writes the failure of this rank where the host finds it; by one thread in the life of a
+// workspace.
+MOK_DEVICE void record_fault(const Watchdog& dog, WaitSite site, int32_t detail, int32_t by) {
   dog.fault->site = site;
   dog.fault->detail = detail;
+  dog.fault->by = by;
   __threadfence_system();
   dog.fault->raised = 1;
+}
+
+// Records that this rank gives up, and tells every rank. Nothing if a rank has given up before.
+MOK_DEVICE void raise_abort(const Watchdog& dog, WaitSite site, int32_t detail) {
+  if (atomicCAS_system(dog.abort, 0u, 1u + dog.rank) != 0) return;
+  record_fault(dog, site, detail, dog.rank);
   for (int32_t r = 0; r < dog.num_ranks; ++r) {
     atomicCAS_system(dog.peer_abort[r], 0u, 1u + dog.rank);
   }
+}
+
+// Whether some rank has given up. The first thread that learns it of a peer records where this rank
+// stood, for here, too, the call did not complete.
+MOK_DEVICE bool aborted(const Watchdog& dog, WaitSite site, int32_t detail) {
+  constexpr uint32_t kRecorded = 1u << 31;
+  const uint32_t word = load_relaxed(dog.abort);
+  if (word == 0) return false;
+  if (word != 1u + dog.rank && (word & kRecorded) == 0 &&
+      atomicCAS_system(dog.abort, word, word | kRecorded) == word) {
+    record_fault(dog, site, detail, static_cast<int32_t>(word) - 1);
+  }
+  return true;
 }
 
 // Whether a wait must end: some rank has given up, or the time is up, which is then recorded.
@@ -89,7 +108,7 @@ class Deadline {
   // Looks every 16th call, for this costs a trip to memory.
   MOK_DEVICE bool passed(const Watchdog& dog, WaitSite site, int32_t detail, uint64_t limit_ns) {
     if (++polls_ % 16 != 0) return false;
-    if (load_relaxed(dog.abort) != 0) return true;
+    if (aborted(dog, site, detail)) return true;
     const uint64_t now = global_nanoseconds();
     if (start_ == 0) start_ = now;
     if (now - start_ <= limit_ns) return false;

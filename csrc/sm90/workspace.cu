@@ -229,9 +229,58 @@ const mok::sm90::WeightMaps& MokWorkspace::weight_maps(const MokWeights& weights
   return weight_maps_.emplace(std::move(key), std::move(made)).first->second;
 }
 
+namespace {
+
+// What a wait was for, in the words of the host engine.
+struct SiteText {
+  const char* phase;
+  const char* detail;  // what Fault.detail numbers; NULL: nothing
+};
+
+SiteText describe_site(int32_t site) {
+  using namespace mok::sm90;
+  switch (site) {
+    case kWaitPeerCounts:
+      return {"entry", "rank"};
+    case kWaitPeerRows:
+      return {"row tables", "rank"};
+    case kWaitRowRing:
+      return {"dispatch", "block"};
+    case kWaitRows:
+      return {"fc1", "block"};
+    case kWaitActivationRing:
+      return {"fc1 store", "block"};
+    case kWaitActivations:
+      return {"fc2", "block"};
+    case kWaitCombine:
+      return {"combine", "token"};
+    default:  // barriers between the warps of a CTA
+      return {"pipeline", nullptr};
+  }
+}
+
+}  // namespace
+
 std::string fault_message(const MokWorkspace& ws) {
-  const volatile mok::sm90::Fault* fault = ws.fault_;
+  using namespace mok::sm90;
+  const volatile Fault* fault = ws.fault_;
   if (!fault->raised) return "";
-  return "rank " + std::to_string(ws.shape.ep_rank) + " gave up at wait " +
-         std::to_string(fault->site) + ", detail " + std::to_string(fault->detail);
+  const int32_t rank = ws.shape.ep_rank;
+  const std::string who =
+      "rank " + std::to_string(rank) + " of EP " + std::to_string(ws.shape.ep_size);
+  if (fault->site == kPeerMismatch) {
+    return who + " and rank " + std::to_string(fault->detail) +
+           " make different calls, or with different numbers of CTAs; every rank must make the "
+           "same "
+           "calls in the same order";
+  }
+  const SiteText text = describe_site(fault->site);
+  const int32_t by = fault->by;
+  std::string what =
+      who + (by == rank ? " waited too long" : " stopped") + " in phase '" + text.phase + "'";
+  if (text.detail != nullptr && fault->detail >= 0) {
+    what += std::string(", for ") + text.detail + " " + std::to_string(fault->detail);
+  }
+  if (by != rank) what += ", because rank " + std::to_string(by) + " gave up waiting";
+  return what;
 }
