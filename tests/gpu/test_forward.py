@@ -222,24 +222,29 @@ def test_rank_that_never_comes_becomes_a_timeout_and_poisons_the_workspace():
     layer = gpu_layer(64, 128, 128, 4, 2, seed=1)
     workspaces = make_workspaces(2, options(2, wait_s=1.0), "cuda", **layer.shape)
 
-    def call():
+    def call(rank):
+        experts = slice(2 * rank, 2 * rank + 2)
         fused_moe(
             layer.hidden_TH,
             layer.expert_ids_TK,
             layer.probs_TK,
-            layer.fc1[:2],
-            layer.fc2[:2],
-            workspaces[0],
+            layer.fc1[experts],
+            layer.fc2[experts],
+            workspaces[rank],
         )
+        torch.cuda.synchronize()
 
     start = time.monotonic()
-    call()
-    torch.cuda.synchronize()
+    call(0)
     assert 0.9 < time.monotonic() - start < 10
-    with pytest.raises(MoKTimeoutError, match="rank 0"):
-        call()
+    with pytest.raises(MoKTimeoutError, match=r"rank 0 of EP 2 .* phase 'entry', for rank 1"):
+        call(0)
     with pytest.raises(MoKWorkspacePoisonedError):
-        call()
+        call(0)
+    # The late rank hears of it in its first wait, and says so at its next call.
+    call(1)
+    with pytest.raises(MoKTimeoutError, match=r"rank 1 of EP 2 stopped .* because rank 0 gave up"):
+        call(1)
 
 
 def test_more_tokens_than_the_workspace_takes():
