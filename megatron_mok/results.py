@@ -11,8 +11,12 @@ from pathlib import Path
 
 
 def command_line() -> str:
-    """This process's `megatron-mok` command, as a shell would take it."""
-    return shlex.join(["megatron-mok", *sys.argv[1:]])
+    """This process's `megatron-mok` command, as a shell would take it.
+
+    Absolute paths are cut to file names: folders of one machine say nothing to readers elsewhere.
+    """
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["megatron-mok", *words])
 
 
 def installed_versions() -> dict[str, str | None]:

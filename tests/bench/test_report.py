@@ -11,7 +11,7 @@ from megatron_mok.bench.plot import write_chart
 from megatron_mok.bench.presets import PRESETS
 from megatron_mok.bench.report import print_report, write_json
 from megatron_mok.bench.runner import DenseRate, Report, Row
-from megatron_mok.results import commit
+from megatron_mok.results import command_line, commit
 
 REASON = "Transformer Engine cannot be imported: ModuleNotFoundError"
 
@@ -136,3 +136,9 @@ def test_commit_of_a_source_without_history(monkeypatch):
     assert commit() == "abc123"
     monkeypatch.setenv("MOK_COMMIT", "")
     assert commit() != ""
+
+
+def test_recorded_command_names_no_folders_of_the_machine(monkeypatch):
+    words = ["megatron-mok", "bench", "--json", "/home/someone/my results/bench.json", "-x", "a/b"]
+    monkeypatch.setattr("sys.argv", words)
+    assert command_line() == "megatron-mok bench --json bench.json -x a/b"
