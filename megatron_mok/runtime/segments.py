@@ -12,12 +12,15 @@ from megatron_mok.runtime.errors import MoKError, MoKUnsupportedError
 
 
 class Segment:
-    """A range of an engine's memory, this rank's own or a peer's. `address` is where it starts."""
+    """A range of an engine's memory, this rank's own or a peer's; unmapped with this object.
+
+    `address` is where it starts.
+    """
 
     def __init__(self, engine: Engine, address: int, release: str):
         self.address = address
         self._engine = engine
-        self._release = weakref.finalize(self, getattr(engine.lib, release), address)
+        weakref.finalize(self, getattr(engine.lib, release), address)
 
     @classmethod
     def allocate(cls, engine: Engine, num_bytes: int) -> "Segment":
@@ -37,10 +40,6 @@ class Segment:
         handle = ctypes.create_string_buffer(abi.HANDLE_BYTES)
         self._engine.call("mok_segment_export", self.address, handle)
         return handle.raw
-
-    def release(self) -> None:
-        """Unmaps it. Safe to call twice."""
-        self._release()
 
 
 def map_peer_segments(
