@@ -159,6 +159,18 @@ struct Geometry {
   int32_t activation_ring_blocks;
 };
 
+// What the parts that forward and backward share need of a call.
+struct CallParams {
+  Geometry geometry;
+  LocalTables local;
+  PeerTables peers;
+  Watchdog dog;
+  int32_t tokens;
+  const int32_t* expert_ids;  // [T, K]
+  const uint8_t* addend;      // [T, H] BF16, or NULL
+  uint8_t* output;            // [T, H] BF16: sums of the rows pushed to this rank, plus addend
+};
+
 }  // namespace mok::sm90
 
 #endif  // MOK_SM90_CALL_H_

@@ -6,7 +6,10 @@
 #include "gemm_mainloop.cuh"
 #include "launch.cuh"
 #include "mover.cuh"
+#include "order.cuh"
+#include "push.cuh"
 #include "reduce.cuh"
+#include "staged.cuh"
 #include "task.cuh"
 
 namespace mok::sm90 {
@@ -34,8 +37,8 @@ struct NextTask {
   Task task;
   bool ready;  // its left operand may be loaded
 
-  MOK_DEVICE NextTask(uint32_t ticket, TicketDecoder& decoder, const ForwardParams& p)
-      : task(decoder.decode(static_cast<int32_t>(ticket), p.geometry)), ready(false) {
+  MOK_DEVICE NextTask(uint32_t ticket, ForwardOrder& order, const ForwardParams& p)
+      : task(order.decode(static_cast<int32_t>(ticket), p.geometry)), ready(false) {
     if (task.phase == kNoTask) return;
     const Readiness flag = task_readiness(task, p);
     ready = load_relaxed(flag.counter) >= flag.target;
@@ -49,8 +52,8 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
   StageCursor stage(1);
   RingCursor<kTaskSlots> slot(1);
   uint32_t* tickets = &p.local.state->counters.task_ticket;
-  TicketDecoder decoder(p);
-  NextTask next(atomicAdd(tickets, 1u), decoder, p);
+  ForwardOrder order(p);
+  NextTask next(atomicAdd(tickets, 1u), order, p);
   while (true) {
     const Task task = next.task;
     if (!TaskRing::publish(smem, task, slot, p.dog) || task.phase == kNoTask) return;
@@ -85,7 +88,7 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
       }
       stage.advance();
       // Here the math warps are busy with the end of the tile before, and all stages are filled.
-      if (k == min(kStages, steps) - 1) next = NextTask(ticket, decoder, p);
+      if (k == min(kStages, steps) - 1) next = NextTask(ticket, order, p);
     }
   }
 }
@@ -139,41 +142,6 @@ MOK_DEVICE void math_role(const ForwardParams& p, uint32_t smem, int32_t warpgro
 
 // ---- Store warp --------------------------------------------------------------------------------
 
-// Hands the staged halves of a tile to `copy_half(half, shared address)`, one after the other, and
-// gives the staging tile back.
-struct StagedTile {
-  uint32_t smem;
-  int32_t halves;         // that hold real rows
-  uint32_t& full_parity;  // bit h: of half h's full barrier
-
-  template <typename CopyHalf>
-  MOK_DEVICE bool drain(const Watchdog& dog, CopyHalf copy_half) const {
-    const int32_t lane = threadIdx.x % 32;
-#pragma unroll
-    for (int32_t h = 0; h < kMathWarpgroups; ++h) {
-      if (h == halves) break;
-      const StagingHalf half(smem, h);
-      if (!wait_barrier(half.full, full_parity >> h & 1, dog, kWaitStagingFull)) return false;
-      full_parity ^= 1u << h;
-      copy_half(h, half.data);
-    }
-    commit_bulk_group();
-    wait_bulk_read();
-    __syncwarp();
-    if (lane < halves) barrier_arrive(StagingHalf(smem, lane).free);
-    return true;
-  }
-};
-
-// Stores boxes of a half whose columns lie before F; `first_column` is that of box 0 in the matrix.
-MOK_DEVICE void store_boxes(const CUtensorMap* map, uint32_t data, int32_t boxes,
-                            int32_t first_column, int32_t row) {
-  if (!elect_one()) return;
-  for (int32_t i = 0; i < boxes; ++i) {
-    store_tensor_2d(map, data + i * kBoxBytes, first_column + i * kBoxColumns, row);
-  }
-}
-
 MOK_DEVICE bool store_fc1(const Task& task, const ForwardParams& p, const ForwardMaps& maps,
                           const StagedTile& staged) {
   const Geometry& g = p.geometry;
@@ -207,82 +175,6 @@ MOK_DEVICE bool store_fc1(const Task& task, const ForwardParams& p, const Forwar
   return true;
 }
 
-// Counts a stored FC2 tile. Whoever completes a step, and all steps before it, tells all ranks.
-MOK_DEVICE void report_progress(const Task& task, const ForwardParams& p) {
-  const Geometry& g = p.geometry;
-  const CallState& state = *p.local.state;
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t last_group = state.num_groups - 1;
-  int32_t step = task.group;
-  while (step >= last_group && task.tile >= panel_first_tile(step - last_group + 1, g.fc2_tiles)) {
-    ++step;
-  }
-  for (; step < last_group + num_panels(g.fc2_tiles); ++step) {
-    const int32_t group = min(step, last_group);
-    const int32_t panel = step - last_group;
-    const int32_t tiles =
-        panel < 0 ? g.fc2_tiles
-                  : panel_first_tile(panel + 1, g.fc2_tiles) - panel_first_tile(panel, g.fc2_tiles);
-    const int32_t blocks = p.local.group_first_block[group + 1] - p.local.group_first_block[group];
-    const uint32_t target = blocks * tiles + (step > 0 ? 1 : 0);
-    bool complete = false;
-    if (lane == 0) {
-      complete = release_add_fetch(p.local.step_done + step, 1) + 1 == target;
-      if (complete) acquire_fence_gpu();
-    }
-    if (!__shfl_sync(~0u, complete, 0)) return;
-    for (int32_t r = lane; r < g.num_ranks; r += 32) {
-      release_store(p.peers.progress[r] + g.rank, progress_word(state.epoch, step + 1));
-    }
-    __syncwarp();
-  }
-}
-
-// Pushes rows to their slots at their owners, each with one store of the warp. A bulk copy for each
-// row would be slower: they queue with the operand loads of the next tile.
-MOK_DEVICE bool store_fc2(const Task& task, const ForwardParams& p, const StagedTile& staged) {
-  const Geometry& g = p.geometry;
-  const int32_t lane = threadIdx.x % 32;
-  const int64_t row_bytes = int64_t{g.hidden} * 2;
-  const int32_t bytes = min(kTileN, g.hidden - task.tile * kTileN) * 2;
-  uint64_t slot[kTileM / 32];  // of rows lane, lane + 32, ...
-#pragma unroll
-  for (int32_t i = 0; i < kTileM / 32; ++i) {
-    const int32_t r = i * 32 + lane;
-    if (r >= task.rows) continue;
-    const MokRow row = p.peers.rows[g.rank][int64_t{task.block} * kBlockRows + r];
-    slot[i] = reinterpret_cast<uint64_t>(
-        p.peers.slots[row.rank] + (int64_t{row.token} * g.topk + route_slot(row)) * row_bytes +
-        task.tile * kTileN * 2);
-  }
-  const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
-#pragma unroll
-    for (int32_t i = 0; i < kWarpgroupRows / 32; ++i) {
-      const int32_t first = h * kWarpgroupRows + i * 32;
-      const int32_t rows = min(32, task.rows - first);
-      const uint32_t source = data + i * 32 * kStagingPitch + lane * 16;
-      constexpr int32_t kBatch = 8;
-      for (int32_t r = 0; r < rows; r += kBatch) {
-        uint4 v[kBatch];
-#pragma unroll
-        for (int32_t j = 0; j < kBatch; ++j) {
-          v[j] = load_shared_uint4(source + (r + j) * kStagingPitch);
-        }
-#pragma unroll
-        for (int32_t j = 0; j < kBatch; ++j) {
-          const uint64_t to = __shfl_sync(~0u, slot[first / 32], r + j) + lane * 16;
-          if (r + j < rows && lane * 16 < bytes) *reinterpret_cast<uint4*>(to) = v[j];
-        }
-      }
-    }
-  });
-  if (!ok) return false;
-  fence_proxy_global();
-  __syncwarp();
-  report_progress(task, p);
-  return true;
-}
-
 MOK_DEVICE void store_role(const ForwardParams& p, const ForwardMaps& maps, uint32_t smem) {
   RingCursor<kTaskSlots> slot(0);
   uint32_t full_parity = 0;
@@ -291,12 +183,18 @@ MOK_DEVICE void store_role(const ForwardParams& p, const ForwardMaps& maps, uint
     if (task.phase == kNoTask) return;
     const StagedTile staged{smem, task.rows > kWarpgroupRows ? 2 : 1, full_parity};
     const bool ok =
-        task.phase == MOK_PHASE_FC1 ? store_fc1(task, p, maps, staged) : store_fc2(task, p, staged);
+        task.phase == MOK_PHASE_FC1 ? store_fc1(task, p, maps, staged) : push_rows(task, p, staged);
     if (!ok) return;
   }
 }
 
 // ---- Kernel ------------------------------------------------------------------------------------
+
+// Whether FC1 has read the rows that lay in the block's ring slot before.
+MOK_DEVICE bool row_slot_free(int32_t block, const ForwardParams& p) {
+  const int32_t before = block - p.geometry.row_ring_blocks;
+  return before < 0 || load_relaxed(p.local.activations_ready + before) >= p.geometry.fc1_tiles;
+}
 
 // Every rank's entries of the row table must be here before anything reads it.
 MOK_DEVICE bool rows_have_arrived(const ForwardParams& p) {
@@ -341,7 +239,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (warp == kStoreWarp) {
       store_role(p, maps, smem);
     } else {
-      mover_role(p);
+      const PulledMatrix hidden[1] = {{p.peers.hidden, p.row_ring}};
+      mover_role(p, p.geometry.row_ring_blocks, hidden,
+                 [&](int32_t block) { return row_slot_free(block, p); });
     }
     wait_bulk_done();
   }

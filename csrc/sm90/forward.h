@@ -8,19 +8,11 @@
 
 namespace mok::sm90 {
 
-struct ForwardParams {
-  Geometry geometry;
-  LocalTables local;
-  PeerTables peers;
-  Watchdog dog;
+struct ForwardParams : CallParams {
   const CUtensorMap* fc1_maps;  // [L] in device memory; box: 64 of K, 128 of F, gate and up
   const CUtensorMap* fc2_maps;  // [L] box: 64 of K, 256 of H
   uint8_t* row_ring;            // [ring_blocks * kBlockRows, H] BF16
   int32_t saved_blocks;         // row blocks whose pre-activations are kept
-  int32_t tokens;
-  const int32_t* expert_ids;  // [T, K]
-  const uint8_t* addend;      // [T, H] BF16 or NULL
-  uint8_t* output;            // [T, H] BF16
 };
 
 struct ForwardMaps {

@@ -1,9 +1,8 @@
-// Mover warps: pull dispatch, which copies rows from their owners into the row ring ahead of FC1,
-// and the reduction of tokens that are complete.
+// Mover warps: pull dispatch, which copies rows from their owners into rings ahead of the tiles
+// that need them, and the reduction of tokens that are complete.
 #ifndef MOK_SM90_MOVER_CUH_
 #define MOK_SM90_MOVER_CUH_
 
-#include "forward.h"
 #include "reduce.cuh"
 #include "sync.cuh"
 
@@ -35,11 +34,17 @@ MOK_DEVICE void copy_row(const uint8_t* source, uint8_t* destination, int32_t by
   }
 }
 
+// A matrix of which rows are pulled: where its rows lie at each rank, and the ring for them.
+struct PulledMatrix {
+  const uint8_t* const* owners;  // [num_ranks] each [max_tokens, H] BF16
+  uint8_t* ring;                 // [ring blocks * kBlockRows, H] BF16
+};
+
 // A claimed piece of a row block.
 struct DispatchPiece {
   int32_t ticket;  // -1: there are no more
 
-  MOK_DEVICE explicit DispatchPiece(const ForwardParams& p) {
+  MOK_DEVICE explicit DispatchPiece(const CallParams& p) {
     uint32_t claimed = 0;
     if (threadIdx.x % 32 == 0) {
       claimed = atomicAdd(&p.local.state->counters.dispatch_ticket, 1u);
@@ -51,49 +56,49 @@ struct DispatchPiece {
   MOK_DEVICE int32_t block() const { return ticket / kPieces; }
   MOK_DEVICE int32_t first_row() const { return ticket % kPieces * kPieceRows; }
 
-  // Whether FC1 has read what its place in the ring held before.
-  MOK_DEVICE bool ready(const ForwardParams& p) const {
-    const int32_t before = block() - p.geometry.row_ring_blocks;
-    return before < 0 || load_relaxed(p.local.activations_ready + before) >= p.geometry.fc1_tiles;
-  }
-
   // Pulls it. Padding rows become zero, and with them all that is computed from them.
-  MOK_DEVICE void pull(const ForwardParams& p) const {
+  template <int32_t kMatrices>
+  MOK_DEVICE void pull(const CallParams& p, int32_t ring_blocks,
+                       const PulledMatrix (&matrices)[kMatrices]) const {
     const Geometry& g = p.geometry;
     const int32_t lane = threadIdx.x % 32;
     const int32_t row_bytes = g.hidden * 2;
     const int32_t rows = min(p.local.blocks[block()].rows - first_row(), kPieceRows);
     const MokRow row =
         p.peers.rows[g.rank][int64_t{block()} * kBlockRows + first_row() + lane % kPieceRows];
-    uint64_t source = 0;
-    if (lane < rows) {  // else the row is padding, and its entry undefined
-      const uint8_t* at = p.peers.hidden[row.rank] + int64_t{row.token} * row_bytes;
-      source = reinterpret_cast<uint64_t>(at);
-    }
-    uint8_t* destination =
-        p.row_ring + (int64_t{block() % g.row_ring_blocks} * kBlockRows + first_row()) * row_bytes;
+    const int64_t place = (int64_t{block() % ring_blocks} * kBlockRows + first_row()) * row_bytes;
+#pragma unroll
+    for (const PulledMatrix& matrix : matrices) {
+      uint64_t source = 0;
+      if (lane < rows) {  // else the row is padding, and its entry undefined
+        const uint8_t* at = matrix.owners[row.rank] + int64_t{row.token} * row_bytes;
+        source = reinterpret_cast<uint64_t>(at);
+      }
 #pragma unroll 1
-    for (int32_t r = 0; r < kPieceRows; ++r) {
-      const uint64_t from = __shfl_sync(~0u, source, r);
-      copy_row(reinterpret_cast<const uint8_t*>(from), destination + int64_t{r} * row_bytes,
-               row_bytes);
+      for (int32_t r = 0; r < kPieceRows; ++r) {
+        const uint64_t from = __shfl_sync(~0u, source, r);
+        copy_row(reinterpret_cast<const uint8_t*>(from),
+                 matrix.ring + place + int64_t{r} * row_bytes, row_bytes);
+      }
     }
-    fence_proxy_global();  // FC1 reads them with tensor loads
+    fence_proxy_global();  // they are read with tensor loads
     __syncwarp();
     if (lane == 0) release_add(p.local.rows_ready + block(), 1);
   }
 };
 
 // Pulls pieces until there are no more, then helps to reduce. Peers may wait for what this rank
-// computes from the pieces, so nothing here waits for a peer before.
-MOK_DEVICE void mover_role(const ForwardParams& p) {
+// computes from the pieces, so nothing here waits for a peer before. is_free(block): whether the
+// ring slot of the block may be overwritten.
+template <int32_t kMatrices, typename IsFree>
+MOK_DEVICE void mover_role(const CallParams& p, int32_t ring_blocks,
+                           const PulledMatrix (&matrices)[kMatrices], IsFree is_free) {
   for (DispatchPiece piece(p); piece.ticket >= 0; piece = DispatchPiece(p)) {
-    if (!warp_wait_until([&] { return piece.ready(p); }, p.dog, kWaitRowRing, piece.block())) {
-      return;
-    }
+    const int32_t block = piece.block();
+    if (!warp_wait_until([&] { return is_free(block); }, p.dog, kWaitRowRing, block)) return;
     acquire_fence_gpu();
     fence_proxy_global();  // tensor loads have read the place in the ring
-    piece.pull(p);
+    piece.pull(p, ring_blocks, matrices);
   }
   reduce_tokens(p);
 }

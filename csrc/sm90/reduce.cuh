@@ -2,7 +2,7 @@
 #ifndef MOK_SM90_REDUCE_CUH_
 #define MOK_SM90_REDUCE_CUH_
 
-#include "forward.h"
+#include "call.h"
 #include "layout.cuh"
 #include "sync.cuh"
 
@@ -30,7 +30,7 @@ MOK_DEVICE void add_columns(float (&sum)[8], uint4 v) {
 }
 
 // Adds the shared expert's result, rounds and writes; `offset`: bytes into [T, H].
-MOK_DEVICE void write_columns(const ForwardParams& p, int64_t offset, float (&sum)[8]) {
+MOK_DEVICE void write_columns(const CallParams& p, int64_t offset, float (&sum)[8]) {
   if (p.addend != nullptr) add_columns(sum, load_columns(p.addend + offset));
   const uint4 result = make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
                                   pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
@@ -52,7 +52,7 @@ struct ReduceItem {
   }
 
   // Whether all its results have arrived.
-  MOK_DEVICE bool ready(const ForwardParams& p) const {
+  MOK_DEVICE bool ready(const CallParams& p) const {
     bool arrived = true;
     if (expert >= 0) {
       const Geometry& g = p.geometry;
@@ -69,7 +69,7 @@ struct ReduceItem {
 // for each panel all tokens of the last. Used by whole warps, as all below.
 class TokenQueue {
  public:
-  MOK_DEVICE explicit TokenQueue(const ForwardParams& p) {
+  MOK_DEVICE explicit TokenQueue(const CallParams& p) {
     const int32_t lane = threadIdx.x % 32;
     const uint32_t* tokens = p.local.state->counters.bucket_tokens;
     end_ = 0;
@@ -78,7 +78,7 @@ class TokenQueue {
     }
   }
 
-  MOK_DEVICE ReduceItem claim(const ForwardParams& p) const {
+  MOK_DEVICE ReduceItem claim(const CallParams& p) const {
     const Geometry& g = p.geometry;
     const int32_t lane = threadIdx.x % 32;
     ReduceItem item{-1, -1, -1, 0};
@@ -115,7 +115,7 @@ class TokenQueue {
 };
 
 // Sums one item with 8 loads of 16 bytes a lane in flight.
-MOK_DEVICE void reduce_token(const ForwardParams& p, const ReduceItem& item) {
+MOK_DEVICE void reduce_token(const CallParams& p, const ReduceItem& item) {
   constexpr int32_t kBatch = 8;
   const Geometry& g = p.geometry;
   const int32_t lane = threadIdx.x % 32;
@@ -142,7 +142,7 @@ MOK_DEVICE void reduce_token(const ForwardParams& p, const ReduceItem& item) {
   }
 }
 
-MOK_DEVICE void acquire_results(const ForwardParams& p) {
+MOK_DEVICE void acquire_results(const CallParams& p) {
   if (p.geometry.num_ranks == 1) {
     acquire_fence_gpu();
   } else {
@@ -151,7 +151,7 @@ MOK_DEVICE void acquire_results(const ForwardParams& p) {
 }
 
 // Reduces until nothing is left. Waits for peers, so no peer may depend on the warp any more.
-MOK_DEVICE void reduce_tokens(const ForwardParams& p) {
+MOK_DEVICE void reduce_tokens(const CallParams& p) {
   const TokenQueue queue(p);
   ReduceItem item = queue.claim(p);
   while (item.token >= 0) {
