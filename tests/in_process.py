@@ -124,7 +124,7 @@ def leaf(x):
     return x.clone().requires_grad_()
 
 
-def run_layer(layer, workspaces, cuts, saved_rows=0) -> Result:
+def run_layer(layer, workspaces, cuts, saved_rows=0, device="cpu") -> Result:
     """Forward and backward; rank r owns tokens cuts[r] to cuts[r + 1]."""
     per_rank = len(layer.fc1) // len(workspaces)
 
@@ -151,7 +151,7 @@ def run_layer(layer, workspaces, cuts, saved_rows=0) -> Result:
             [w.grad for w in fc2],
         )
 
-    out, dx, dp, g1, g2 = zip(*run_ranks(len(workspaces), rank_body), strict=True)
+    out, dx, dp, g1, g2 = zip(*run_ranks(len(workspaces), rank_body, device), strict=True)
     grad_fc1, grad_fc2 = ([w for rank in g for w in rank] for g in (g1, g2))
     return Result(torch.cat(out), torch.cat(dx), torch.cat(dp), grad_fc1, grad_fc2)
 

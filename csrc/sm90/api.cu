@@ -1,5 +1,7 @@
 // The C ABI of the Hopper engine: argument checks, and errors as status codes.
+#include <algorithm>
 #include <new>
+#include <vector>
 
 #include "layout.cuh"
 #include "workspace.h"
@@ -92,6 +94,16 @@ void check_saved(const MokSaved& saved) {
   if (saved.rows > 0) require_matrix(saved.preact, "saved.preact");
 }
 
+void check_grads(const MokWorkspace& ws, const MokWeightGrads& grads) {
+  require_pointer(grads.fc1, "weight_grads.fc1");
+  require_pointer(grads.fc2, "weight_grads.fc2");
+  for (int32_t i = 0; i < ws.geometry.local_experts; ++i) {
+    const std::string of = " of local expert " + std::to_string(i);
+    if (grads.fc1[i] != nullptr) require_matrix(grads.fc1[i], ("gradient of fc1" + of).c_str());
+    if (grads.fc2[i] != nullptr) require_matrix(grads.fc2[i], ("gradient of fc2" + of).c_str());
+  }
+}
+
 mok::sm90::ScheduleParams schedule_params(const MokWorkspace& ws, const MokRoutes& routes,
                                           mok::sm90::Op op) {
   // Ranks must also cut groups alike, which depends on their number of CTAs.
@@ -106,32 +118,105 @@ const char* check(const MokShape& shape) {
   return nullptr;
 }
 
+// Puts a [T, H] matrix where peers pull it from; `staged`: its place at each rank. Alone, a rank
+// pulls from the matrix itself.
+void stage_matrix(const MokWorkspace& ws, const uint8_t* (&staged)[MOK_MAX_RANKS],
+                  const void* matrix, int32_t tokens, cudaStream_t stream) {
+  const int64_t bytes = int64_t{tokens} * ws.shape.hidden * 2;
+  if (ws.shape.ep_size == 1) {
+    staged[0] = static_cast<const uint8_t*>(matrix);
+  } else if (bytes > 0) {
+    mok::sm90::check_cuda(cudaMemcpyAsync(const_cast<uint8_t*>(staged[ws.shape.ep_rank]), matrix,
+                                          bytes, cudaMemcpyDeviceToDevice, stream),
+                          "staging a matrix for the peers");
+  }
+}
+
+// fc1 of all experts, then fc2 of all.
+std::vector<const void*> pointers(const MokWorkspace& ws, const void* const* fc1,
+                                  const void* const* fc2) {
+  const int32_t n = ws.geometry.local_experts;
+  std::vector<const void*> all(fc1, fc1 + n);
+  all.insert(all.end(), fc2, fc2 + n);
+  return all;
+}
+
+// Maps of both weights of all local experts. DDP may move parameters, so every call looks them up.
+struct WeightMaps {
+  const CUtensorMap* fc1;
+  const CUtensorMap* fc2;
+};
+
+// make_fc1(data), make_fc2(data): the map of one matrix.
+template <typename MakeFc1, typename MakeFc2>
+WeightMaps find_maps(const MokWorkspace& ws, mok::sm90::MapSets& sets,
+                     const std::vector<const void*>& matrices, cudaStream_t stream,
+                     const MakeFc1& make_fc1, const MakeFc2& make_fc2) {
+  const int32_t n = ws.geometry.local_experts;
+  const CUtensorMap* maps = sets.find(matrices, stream, [&] {
+    std::vector<CUtensorMap> made;
+    for (int32_t i = 0; i < n; ++i) made.push_back(make_fc1(matrices[i]));
+    for (int32_t i = n; i < 2 * n; ++i) made.push_back(make_fc2(matrices[i]));
+    return made;
+  });
+  return {maps, maps + n};
+}
+
+WeightMaps forward_weight_maps(MokWorkspace& ws, const MokWeights& weights, cudaStream_t stream) {
+  using namespace mok::sm90;
+  const int64_t h = ws.shape.hidden, f = ws.shape.ffn;
+  return find_maps(
+      ws, ws.weight_maps, pointers(ws, weights.fc1, weights.fc2), stream,
+      [&](const void* w) { return make_fc1_map(w, h, f); },
+      [&](const void* w) { return make_matrix_map(w, h, f, kTileN); });
+}
+
+WeightMaps dgrad_weight_maps(MokWorkspace& ws, const MokWeights& weights, cudaStream_t stream) {
+  using namespace mok::sm90;
+  constexpr int32_t kBlocks = kTileN / kBoxColumns;
+  const int64_t h = ws.shape.hidden, f = ws.shape.ffn;
+  return find_maps(
+      ws, ws.dgrad_maps, pointers(ws, weights.fc1, weights.fc2), stream,
+      [&](const void* w) { return make_block_map(w, 2 * f, h, kTileK, kBlocks); },
+      [&](const void* w) { return make_block_map(w, h, f, kTileK, kBlocks); });
+}
+
+WeightMaps weight_grad_maps(MokWorkspace& ws, const MokWeightGrads& grads, cudaStream_t stream) {
+  using namespace mok::sm90;
+  const int64_t h = ws.shape.hidden, f = ws.shape.ffn;
+  std::vector<const void*> matrices = pointers(ws, reinterpret_cast<const void* const*>(grads.fc1),
+                                               reinterpret_cast<const void* const*>(grads.fc2));
+  for (const void*& grad : matrices) {
+    if (grad == nullptr) grad = ws.memory.get();  // never written through, but must be an address
+  }
+  return find_maps(
+      ws, ws.grad_maps, matrices, stream, [&](const void* g) { return make_grad_map(g, 2 * f, h); },
+      [&](const void* g) { return make_grad_map(g, h, f); });
+}
+
+mok::sm90::CallParams call_params(const MokWorkspace& ws, const MokRoutes& routes) {
+  mok::sm90::CallParams params{};
+  params.geometry = ws.geometry;
+  params.local = ws.local;
+  params.peers = ws.peers;
+  params.dog = ws.dog;
+  params.tokens = routes.tokens;
+  params.expert_ids = routes.expert_ids;
+  return params;
+}
+
 void run_forward(MokWorkspace& ws, const MokForwardArgs& args) {
   using namespace mok::sm90;
   const auto stream = static_cast<cudaStream_t>(args.stream);
-  PeerTables peers = ws.peers;
-  const int64_t hidden_bytes = int64_t{args.routes.tokens} * ws.shape.hidden * 2;
-  if (ws.shape.ep_size == 1) {
-    peers.hidden[0] = static_cast<const uint8_t*>(args.hidden);
-  } else if (hidden_bytes > 0) {
-    check_cuda(cudaMemcpyAsync(const_cast<uint8_t*>(peers.hidden[ws.shape.ep_rank]), args.hidden,
-                               hidden_bytes, cudaMemcpyDeviceToDevice, stream),
-               "staging hidden states");
-  }
-  const WeightMaps& maps = ws.weight_maps(args.weights);
+  ForwardParams params{call_params(ws, args.routes)};
+  stage_matrix(ws, params.peers.hidden, args.hidden, args.routes.tokens, stream);
+  const WeightMaps maps = forward_weight_maps(ws, args.weights, stream);
   check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kForward), stream),
              "launching the schedule");
-  ForwardParams params{};
-  params.geometry = ws.geometry;
-  params.local = ws.local;
-  params.peers = peers;
-  params.dog = ws.dog;
   params.fc1_maps = maps.fc1;
   params.fc2_maps = maps.fc2;
   params.row_ring = ws.row_ring;
   params.saved_blocks = static_cast<int32_t>(args.saved.rows / mok::kBlockRows);
-  params.tokens = args.routes.tokens;
-  params.expert_ids = args.routes.expert_ids;
   params.addend = static_cast<const uint8_t*>(args.addend);
   params.output = static_cast<uint8_t*>(args.output);
   ForwardMaps forward_maps = ws.forward_maps;
@@ -140,6 +225,60 @@ void run_forward(MokWorkspace& ws, const MokForwardArgs& args) {
                                                 2 * int64_t{ws.shape.ffn}, kWarpgroupRows);
   }
   check_cuda(launch_forward(params, forward_maps, ws.ctas, stream), "launching the forward kernel");
+}
+
+// Gradients that are not added to must also be written for experts that no token was routed to.
+// `count`: floats of each.
+void zero_empty_grads(const MokWorkspace& ws, float* const* grads, int64_t count,
+                      cudaStream_t stream) {
+  using namespace mok::sm90;
+  for (int32_t first = 0; first < ws.geometry.local_experts; first += EmptyGrads::kMax) {
+    EmptyGrads batch{};
+    batch.first_expert = first;
+    batch.num_experts = std::min(EmptyGrads::kMax, ws.geometry.local_experts - first);
+    batch.count = count;
+    std::copy_n(grads + first, batch.num_experts, batch.grads);
+    check_cuda(launch_zero_empty(batch, ws.local, stream), "zeroing gradients");
+  }
+}
+
+void run_backward(MokWorkspace& ws, const MokBackwardArgs& args) {
+  using namespace mok::sm90;
+  const auto stream = static_cast<cudaStream_t>(args.stream);
+  const int32_t experts = ws.geometry.local_experts;
+  const MokWeightGrads& grads = args.weight_grads;
+  BackwardParams params{call_params(ws, args.routes)};
+  stage_matrix(ws, params.peers.hidden, args.hidden, args.routes.tokens, stream);
+  stage_matrix(ws, params.peers.grad_output, args.grad_output, args.routes.tokens, stream);
+  params.output = static_cast<uint8_t*>(args.grad_hidden);
+  params.grad_probs = args.grad_probs;
+  params.rings = ws.backward_rings;
+  params.saved_blocks = static_cast<int32_t>(args.saved.rows / mok::kBlockRows);
+  params.accumulate = grads.accumulate != 0;
+  for (int32_t i = 0; i < experts; ++i) {
+    if (grads.fc1[i] != nullptr) params.fc1_wanted.insert(i);
+    if (grads.fc2[i] != nullptr) params.fc2_wanted.insert(i);
+  }
+  params.fc1_maps = forward_weight_maps(ws, args.weights, stream).fc1;
+  const WeightMaps dgrad = dgrad_weight_maps(ws, args.weights, stream);
+  params.fc1_dgrad_maps = dgrad.fc1;
+  params.fc2_dgrad_maps = dgrad.fc2;
+  const WeightMaps wgrad = weight_grad_maps(ws, grads, stream);
+  params.fc1_grad_maps = wgrad.fc1;
+  params.fc2_grad_maps = wgrad.fc2;
+  BackwardMaps maps = ws.backward_maps;
+  if (args.saved.rows > 0) {
+    maps.saved_preact = make_matrix_map(args.saved.preact, args.saved.rows,
+                                        2 * int64_t{ws.shape.ffn}, kWarpgroupRows);
+  }
+  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kBackward), stream),
+             "launching the schedule");
+  if (!params.accumulate) {
+    const int64_t matrix = int64_t{ws.shape.hidden} * ws.shape.ffn;
+    zero_empty_grads(ws, grads.fc1, 2 * matrix, stream);
+    zero_empty_grads(ws, grads.fc2, matrix, stream);
+  }
+  check_cuda(launch_backward(params, maps, ws.ctas, stream), "launching the backward kernel");
 }
 
 }  // namespace
@@ -191,7 +330,6 @@ MokStatus mok_dispatch(MokWorkspace*, const MokDispatchArgs*) {
   return not_there("dispatch alone");
 }
 MokStatus mok_combine(MokWorkspace*, const MokCombineArgs*) { return not_there("combine alone"); }
-MokStatus mok_backward(MokWorkspace*, const MokBackwardArgs*) { return not_there("backward"); }
 
 MokStatus mok_forward(MokWorkspace* ws, const MokForwardArgs* args) {
   return guarded(ws, [&] {
@@ -204,6 +342,22 @@ MokStatus mok_forward(MokWorkspace* ws, const MokForwardArgs* args) {
       if (args->addend != nullptr) require_matrix(args->addend, "addend");
     }
     run_forward(*ws, *args);
+  });
+}
+
+MokStatus mok_backward(MokWorkspace* ws, const MokBackwardArgs* args) {
+  return guarded(ws, [&] {
+    check_routes(*ws, args->routes);
+    check_weights(*ws, args->weights);
+    check_saved(args->saved);
+    check_grads(*ws, args->weight_grads);
+    if (args->routes.tokens > 0) {
+      require_matrix(args->hidden, "hidden");
+      require_matrix(args->grad_output, "grad_output");
+      require_matrix(args->grad_hidden, "grad_hidden");
+      require_pointer(args->grad_probs, "grad_probs");
+    }
+    run_backward(*ws, *args);
   });
 }
 

@@ -25,6 +25,10 @@ enum WaitSite : int32_t {
   kWaitRows,
   kWaitActivations,
   kWaitCombine,
+  kWaitChunkFull,
+  kWaitGradRing,
+  kWaitGrads,
+  kWaitCut,
   kPeerMismatch,
 };
 
@@ -86,6 +90,18 @@ struct BlockInfo {
   int32_t group;
 };
 
+// A weight gradient is the sum over cuts of an expert's rows, each a fixed number of row blocks but
+// the last: what a tile adds at once. The cuts of an expert are added one after the other, so that
+// the bits of the sum do not depend on anything else.
+constexpr int32_t kCutBlocks = 32;
+struct CutInfo {
+  int32_t first_block;
+  int32_t index;    // among the cuts of the expert
+  int16_t expert;   // local
+  int16_t k_steps;  // rows / kTileK, rounded up
+  int32_t more;     // 1: the expert has another cut after this one
+};
+
 // MokRow.k on the device: the route, and the slot that its result is pushed to. Slots of a token
 // are in ascending (expert id, k), the order in which they are added.
 MOK_HD int16_t pack_route(int32_t k, int32_t slot) { return static_cast<int16_t>(k | slot << 8); }
@@ -101,7 +117,8 @@ struct ExpertRows {
 // How the blocks of one expert are grouped at its owner.
 struct ExpertGroups {
   int32_t first;         // group of its first block
-  int32_t chunk_blocks;  // every so many blocks begin the next group; large if they are not split
+  int32_t chunk_blocks;  // every so many blocks begin the next group; large if they are not split,
+                         // otherwise whole cuts
 
   MOK_HD int32_t group_of(int32_t block_in_expert) const {
     return first + block_in_expert / chunk_blocks;
@@ -111,13 +128,22 @@ struct ExpertGroups {
 // Private memory of a rank, sized for the worst case; see make_local_layout.
 struct LocalTables {
   CallState* state;
-  BlockInfo* blocks;            // [max_blocks]
-  int32_t* group_first_block;   // [max_blocks + 1]; num_groups + 1 are in use
+  BlockInfo* blocks;           // [max_blocks]
+  int32_t* group_first_block;  // [max_blocks + 1]; num_groups + 1 are in use
+  CutInfo* cuts;               // [max_cuts] in the order of their blocks
+  int32_t* group_first_cut;    // [max_blocks + 1]
+  int32_t* expert_first_cut;   // [L + 1]
+  // Counters, zeroed at the start of every call: counter_words words from rows_ready on.
+  int64_t counter_words;
   uint32_t* rows_ready;         // [max_blocks] pieces of a block that have been pulled
   uint32_t* activations_ready;  // [max_blocks] FC1 tiles of a block that have been stored
-  uint32_t* step_done;     // [max_blocks + kPanels] FC2 tiles stored, +1 when all steps before are
-  int32_t* chunk_offsets;  // [E, max_chunks] routes of an expert in earlier chunks of tokens
-  ExpertRows* first_row;   // [E] where this rank's rows of an expert begin at its owner
+  uint32_t* step_done;          // [max_blocks + kPanels] tiles pushed, +1 when all steps before are
+  uint32_t* grads_ready;        // [max_blocks] tiles of a block's preactivation gradients stored
+  uint32_t* group_grads_ready;  // [max_blocks] the same for all blocks of a group
+  uint32_t* group_released;     // [max_blocks] tiles that have read what a group has in the rings
+  uint32_t* cuts_added;         // [L] warps that have added their part of a tile of earlier cuts
+  int32_t* chunk_offsets;       // [E, max_chunks] routes of an expert in earlier chunks of tokens
+  ExpertRows* first_row;        // [E] where this rank's rows of an expert begin at its owner
   ExpertGroups* expert_groups;  // [E] groups of every expert
   int32_t* rank_groups;         // [ep_size] number of groups of each rank
   uint16_t* route_group;        // [max_tokens, K] group of each route at its owner
@@ -127,12 +153,14 @@ struct LocalTables {
 // Pointers into the peer segments.
 struct PeerTables {
   PeerFlags* flags[MOK_MAX_RANKS];
-  CallHeader* headers[MOK_MAX_RANKS];    // [2][ep_size]
-  int32_t* counts[MOK_MAX_RANKS];        // [2][ep_size][E]
-  MokRow* rows[MOK_MAX_RANKS];           // [max_blocks * kBlockRows]
-  const uint8_t* hidden[MOK_MAX_RANKS];  // [max_tokens, H] BF16
-  uint8_t* slots[MOK_MAX_RANKS];         // [max_tokens, K, H] BF16
-  uint64_t* progress[MOK_MAX_RANKS];     // [ep_size] progress_word of each rank
+  CallHeader* headers[MOK_MAX_RANKS];         // [2][ep_size]
+  int32_t* counts[MOK_MAX_RANKS];             // [2][ep_size][E]
+  MokRow* rows[MOK_MAX_RANKS];                // [max_blocks * kBlockRows]
+  const uint8_t* hidden[MOK_MAX_RANKS];       // [max_tokens, H] BF16
+  const uint8_t* grad_output[MOK_MAX_RANKS];  // [max_tokens, H] BF16
+  uint8_t* slots[MOK_MAX_RANKS];              // [max_tokens, K, H] BF16
+  float* prob_slots[MOK_MAX_RANKS];           // [max_tokens, K]
+  uint64_t* progress[MOK_MAX_RANKS];          // [ep_size] progress_word of each rank
 };
 
 // Sizes of a call that never change in the life of a workspace.
@@ -146,9 +174,13 @@ struct Geometry {
   int32_t ffn;
   int32_t max_tokens;
   int32_t max_blocks;
-  int32_t max_chunks;  // a multiple of 4
-  int32_t fc1_tiles;   // tiles of kTileF columns
-  int32_t fc2_tiles;   // tiles of kTileN columns
+  int32_t max_cuts;
+  int32_t max_chunks;       // a multiple of 4
+  int32_t fc1_tiles;        // tiles of kTileF columns of F
+  int32_t fc2_tiles;        // tiles of kTileN columns of H; also of FC1's dgrad
+  int32_t fc2_dgrad_tiles;  // tiles of kTileN columns of F
+  int32_t fc1_wgrad_tiles;  // kTileM x kTileN tiles of [2F, H]
+  int32_t fc2_wgrad_tiles;  // of [H, F]
   // Groups are whole experts, at least min_group_blocks together, so that each weight is read from
   // memory in one group only; experts of more than max_group_blocks are split.
   int32_t min_group_blocks;
@@ -157,6 +189,10 @@ struct Geometry {
   // may wait for a larger ticket, so the rings hold the largest group, and the two largest.
   int32_t row_ring_blocks;
   int32_t activation_ring_blocks;
+  // Backward keeps all that a group's weight gradients read until they are done, one group later.
+  int32_t grad_ring_blocks;
+
+  MOK_HD int32_t wgrad_tiles() const { return fc1_wgrad_tiles + fc2_wgrad_tiles; }
 };
 
 // What the parts that forward and backward share need of a call.
@@ -169,6 +205,7 @@ struct CallParams {
   const int32_t* expert_ids;  // [T, K]
   const uint8_t* addend;      // [T, H] BF16, or NULL
   uint8_t* output;            // [T, H] BF16: sums of the rows pushed to this rank, plus addend
+  float* grad_probs;          // [T, K] copied from the slots of probs, or NULL
 };
 
 }  // namespace mok::sm90

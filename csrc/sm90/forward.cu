@@ -93,14 +93,6 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
   }
 }
 
-// Weight maps are in global memory, where the host may have replaced them since the last call.
-MOK_DEVICE void acquire_tensor_maps(const CUtensorMap* maps, int32_t count) {
-  for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
-    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(maps + i)
-                 : "memory");
-  }
-}
-
 // ---- Math warpgroups ---------------------------------------------------------------------------
 
 MOK_DEVICE void math_role(const ForwardParams& p, uint32_t smem, int32_t warpgroup) {
@@ -124,7 +116,8 @@ MOK_DEVICE void math_role(const ForwardParams& p, uint32_t smem, int32_t warpgro
       }
     }
     const bool has_rows = warpgroup * kWarpgroupRows < task.rows;
-    multiply_tile(acc, k_steps(task.phase, g), has_rows, smem, warpgroup, stage, p.dog);
+    multiply_tile<Major::kK, Major::kK>(acc, k_steps(task.phase, g), has_rows, smem, warpgroup,
+                                        stage, p.dog);
     if (!has_rows) continue;
     const PlainPairs plain{acc};
     if (!fc1) {
@@ -182,9 +175,12 @@ MOK_DEVICE void store_role(const ForwardParams& p, const ForwardMaps& maps, uint
     const Task task = TaskRing::next(smem, slot, p.dog);
     if (task.phase == kNoTask) return;
     const StagedTile staged{smem, task.rows > kWarpgroupRows ? 2 : 1, full_parity};
-    const bool ok =
-        task.phase == MOK_PHASE_FC1 ? store_fc1(task, p, maps, staged) : push_rows(task, p, staged);
-    if (!ok) return;
+    if (task.phase == MOK_PHASE_FC1) {
+      if (!store_fc1(task, p, maps, staged)) return;
+    } else {
+      if (!push_rows(task, p, staged)) return;
+      report_progress(task, p);
+    }
   }
 }
 
@@ -194,17 +190,6 @@ MOK_DEVICE void store_role(const ForwardParams& p, const ForwardMaps& maps, uint
 MOK_DEVICE bool row_slot_free(int32_t block, const ForwardParams& p) {
   const int32_t before = block - p.geometry.row_ring_blocks;
   return before < 0 || load_relaxed(p.local.activations_ready + before) >= p.geometry.fc1_tiles;
-}
-
-// Every rank's entries of the row table must be here before anything reads it.
-MOK_DEVICE bool rows_have_arrived(const ForwardParams& p) {
-  bool ok = !aborted(p.dog, kWaitPeerRows, -1);
-  if (ok && p.geometry.num_ranks > 1 && threadIdx.x < p.geometry.num_ranks) {
-    ok = wait_epoch(&p.peers.flags[p.geometry.rank]->rows[threadIdx.x], p.local.state->epoch, p.dog,
-                    kWaitPeerRows, threadIdx.x, p.dog.inner_wait_ns);
-    acquire_fence();
-  }
-  return __syncthreads_and(ok);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)

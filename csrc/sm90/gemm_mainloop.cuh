@@ -15,6 +15,7 @@ struct StageRing {
     for (int32_t i = 0; i < kStages; ++i) {
       barrier_init(full(smem, i), 1);
       barrier_init(empty(smem, i), kMathWarps);
+      barrier_init(chunk_done(smem, i), kMathWarps);
     }
   }
   MOK_DEVICE static uint32_t operand_a(uint32_t smem, uint32_t stage) {
@@ -29,34 +30,53 @@ struct StageRing {
   MOK_DEVICE static uint32_t empty(uint32_t smem, uint32_t stage) {
     return smem + SharedPlan::kStageEmpty + stage * 8;
   }
+  // The math warps have put results into a stage that holds a chunk; the store warp empties it.
+  MOK_DEVICE static uint32_t chunk_done(uint32_t smem, uint32_t stage) {
+    return smem + SharedPlan::kChunkDone + stage * 8;
+  }
 };
 
-// Descriptor of a K-major operand in 128-byte swizzle: rows of 128 bytes, 8-row atoms 1024 bytes
-// apart. The next 16 of K are 32 bytes, or 2 units of the descriptor, further.
-MOK_DEVICE uint64_t k_major_descriptor(uint32_t address) {
+// How an operand lies in a stage. K-major: its rows (left) or columns (right) of 64 K after each
+// other. MN-major: 64 K, each with 64 rows or columns contiguous, block after block.
+enum class Major { kK, kMN };
+
+// Descriptor of an operand in 128-byte swizzle: lines of 128 bytes, 8 to an atom of 1024 bytes. PTX
+// ISA, "Asynchronous warpgroup level matrix instructions", matrix descriptor.
+template <Major kMajor>
+MOK_DEVICE uint64_t operand_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32;
-  constexpr uint64_t kLeading = uint64_t{1} << 16;  // unused in this mode
+  // From one block of 64 rows or columns to the next; unused where K is contiguous.
+  constexpr uint64_t kLeading = uint64_t{kMajor == Major::kK ? 1 : kBoxBytes >> 4} << 16;
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | kLeading | kStride | kSwizzle128;
 }
 
+// From one multiply to the next, 16 of K, in units of the descriptor.
+MOK_DEVICE constexpr uint64_t descriptor_step(Major major) {
+  return (major == Major::kK ? 16 * 2 : 16 * 128) >> 4;
+}
+
 // Waits for the next stage and starts its multiplies. Returns the stage, which they still read.
-template <bool kFirst>
+template <Major kMajorA, Major kMajorB, bool kFirst>
 MOK_DEVICE uint32_t multiply_step(float (&acc)[128], uint32_t smem, int32_t warpgroup,
                                   StageCursor& cursor, const Watchdog& dog) {
   wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog, kWaitStageFull);
   // Without this the compiler moves every descriptor into uniform registers between multiplies.
   const uint32_t stage = warp_uniform(cursor.slot);
-  const uint64_t a = k_major_descriptor(StageRing::operand_a(smem, stage) +
-                                        warpgroup * (kOperandABytes / kMathWarpgroups));
-  const uint64_t b = k_major_descriptor(StageRing::operand_b(smem, stage));
+  const uint64_t a = operand_descriptor<kMajorA>(StageRing::operand_a(smem, stage) +
+                                                 warpgroup * (kOperandABytes / kMathWarpgroups));
+  const uint64_t b = operand_descriptor<kMajorB>(StageRing::operand_b(smem, stage));
+  constexpr uint64_t kStepA = descriptor_step(kMajorA);
+  constexpr uint64_t kStepB = descriptor_step(kMajorB);
+  constexpr bool kTransposeA = kMajorA == Major::kMN;
+  constexpr bool kTransposeB = kMajorB == Major::kMN;
   wgmma_fence();
 #pragma unroll
   for (int32_t i = 0; i < kTileK / 16; ++i) {
     if (kFirst && i == 0) {
-      wgmma_m64n256k16_first<false, false>(acc, a, b);
+      wgmma_m64n256k16_first<kTransposeA, kTransposeB>(acc, a, b);
     } else {
-      wgmma_m64n256k16<false, false>(acc, a + 2 * i, b + 2 * i);
+      wgmma_m64n256k16<kTransposeA, kTransposeB>(acc, a + i * kStepA, b + i * kStepB);
     }
   }
   wgmma_commit();
@@ -68,6 +88,7 @@ MOK_DEVICE uint32_t multiply_step(float (&acc)[128], uint32_t smem, int32_t warp
 // while the stage before is given back. A warpgroup without real rows only takes part in the
 // barriers: the tensor cores are then left to the other, and the tile takes half the time. Failed
 // waits are not acted on here: math warps leave at the next task.
+template <Major kMajorA, Major kMajorB>
 MOK_DEVICE void multiply_tile(float (&acc)[128], int32_t k_steps, bool has_rows, uint32_t smem,
                               int32_t warpgroup, StageCursor& cursor, const Watchdog& dog) {
   const bool leader = threadIdx.x % 32 == 0;
@@ -79,10 +100,11 @@ MOK_DEVICE void multiply_tile(float (&acc)[128], int32_t k_steps, bool has_rows,
     }
     return;
   }
-  uint32_t previous = multiply_step<true>(acc, smem, warpgroup, cursor, dog);
+  uint32_t previous = multiply_step<kMajorA, kMajorB, true>(acc, smem, warpgroup, cursor, dog);
 #pragma unroll 1
   for (int32_t k = 1; k < k_steps; ++k) {
-    const uint32_t current = multiply_step<false>(acc, smem, warpgroup, cursor, dog);
+    const uint32_t current =
+        multiply_step<kMajorA, kMajorB, false>(acc, smem, warpgroup, cursor, dog);
     wgmma_wait<1>();
     if (leader) barrier_arrive(StageRing::empty(smem, previous));
     previous = current;

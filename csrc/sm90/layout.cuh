@@ -50,6 +50,19 @@ constexpr int32_t kBoxBytes = kWarpgroupRows * kBoxColumns * 2;
 static_assert(kTileN / kBoxColumns * kBoxBytes <= kStagingHalfBytes, "a tile also fits as boxes");
 static_assert(kStagingHalfBytes % 1024 == 0, "alignment of the swizzle");
 
+// FC2's dgrad takes pre-activations and gives back gradients in chunks of 64 columns that ride the
+// operand stages: for each warpgroup a box of gate, one of up, and room for one of activations.
+constexpr int32_t kChunksPerTile = kTileN / kBoxColumns;
+constexpr int32_t kHalfChunkBytes = 3 * kBoxBytes;
+static_assert(kMathWarpgroups * kHalfChunkBytes <= kStageBytes, "a chunk fits a stage");
+
+// A weight gradient leaves each math warp in slices of 16 rows x 32 columns of FP32, through
+// buffers in the staging tile.
+constexpr int32_t kSliceColumns = 32;
+constexpr int32_t kSliceBytes = 16 * kSliceColumns * 4;
+constexpr int32_t kSliceBuffers = 4;
+static_assert(4 * kSliceBuffers * kSliceBytes <= kStagingHalfBytes, "the buffers of four warps");
+
 // Tasks claimed but not yet stored: one loading, one multiplying, one storing.
 constexpr int32_t kTaskSlots = 4;
 
@@ -60,7 +73,8 @@ struct SharedPlan {
   static constexpr uint32_t kTasks = kStaging + kStagingBytes;
   static constexpr uint32_t kStageFull = kTasks + kTaskSlots * 16;
   static constexpr uint32_t kStageEmpty = kStageFull + kStages * 8;
-  static constexpr uint32_t kTaskFull = kStageEmpty + kStages * 8;
+  static constexpr uint32_t kChunkDone = kStageEmpty + kStages * 8;
+  static constexpr uint32_t kTaskFull = kChunkDone + kStages * 8;
   static constexpr uint32_t kTaskEmpty = kTaskFull + kTaskSlots * 8;
   static constexpr uint32_t kStagingFull = kTaskEmpty + kTaskSlots * 8;
   static constexpr uint32_t kStagingFree = kStagingFull + kMathWarpgroups * 8;

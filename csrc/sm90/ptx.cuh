@@ -45,7 +45,26 @@ MOK_DEVICE void store_matrix_x4(uint32_t address, uint32_t m0, uint32_t m1, uint
                : "memory");
 }
 
-// ---- mbarrier ----------------------------------------------------------------------------------
+// Loads four 8x8 BF16 matrices, the inverse of store_matrix_x4.
+MOK_DEVICE uint4 load_matrix_x4(uint32_t address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+MOK_DEVICE void store_shared_float2(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
+// ---- Barriers ----------------------------------------------------------------------------------
+
+// Waits for `threads` threads at named barrier `id`, 1 .. 15.
+MOK_DEVICE void sync_threads(int32_t id, int32_t threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 MOK_DEVICE void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -58,6 +77,11 @@ MOK_DEVICE void fence_barrier_init() {
 
 MOK_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+MOK_DEVICE void barrier_arrive(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals)
+               : "memory");
 }
 
 // Arrives and announces `bytes` that asynchronous copies will bring.
@@ -118,10 +142,31 @@ MOK_DEVICE void store_tensor_2d(const CUtensorMap* map, uint32_t src, int32_t x,
       : "memory");
 }
 
+// Stores, or adds in FP32, the box whose first element is (0, 0, 0, x3, x4) of a 5-D map.
+MOK_DEVICE void store_tensor_5d(const CUtensorMap* map, uint32_t src, int32_t x3, int32_t x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %2, %2, %3, %4}], [%1];" ::
+          "l"(map),
+      "r"(src), "r"(0), "r"(x3), "r"(x4)
+      : "memory");
+}
+
+MOK_DEVICE void add_tensor_5d(const CUtensorMap* map, uint32_t src, int32_t x3, int32_t x4) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.bulk_group "
+      "[%0, {%2, %2, %2, %3, %4}], [%1];" ::"l"(map),
+      "r"(src), "r"(0), "r"(x3), "r"(x4)
+      : "memory");
+}
+
 MOK_DEVICE void commit_bulk_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the thread's bulk stores have read their shared memory, which may then be reused.
-MOK_DEVICE void wait_bulk_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until the thread's bulk stores, but for the last kPending groups, have read their shared
+// memory, which may then be reused.
+template <int kPending = 0>
+MOK_DEVICE void wait_bulk_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // Waits until the thread's bulk stores are performed in global memory.
 MOK_DEVICE void wait_bulk_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -39,7 +39,8 @@ MOK_DEVICE void report_progress(const Task& task, const CallParams& p) {
   }
 }
 
-// Pushes rows to their slots at their owners, each with one store of the warp. A bulk copy for each
+// Pushes rows to their slots at their owners, each with one store of the warp. Followed by
+// report_progress. A bulk copy for each
 // row would be slower: they queue with the operand loads of the next tile.
 MOK_DEVICE bool push_rows(const Task& task, const CallParams& p, const StagedTile& staged) {
   const Geometry& g = p.geometry;
@@ -77,11 +78,9 @@ MOK_DEVICE bool push_rows(const Task& task, const CallParams& p, const StagedTil
       }
     }
   });
-  if (!ok) return false;
   fence_proxy_global();
   __syncwarp();
-  report_progress(task, p);
-  return true;
+  return ok;
 }
 
 }  // namespace mok::sm90

@@ -142,6 +142,15 @@ MOK_DEVICE void reduce_token(const CallParams& p, const ReduceItem& item) {
   }
 }
 
+// Copies the gradients of the token's probs, which come with the first column tile.
+MOK_DEVICE void collect_grad_probs(const CallParams& p, const ReduceItem& item) {
+  const Geometry& g = p.geometry;
+  const int32_t k = threadIdx.x % 32;
+  if (item.panel > 0 || k >= g.topk) return;
+  const int64_t route = int64_t{item.token} * g.topk + k;
+  p.grad_probs[route] = item.expert < 0 ? 0.0f : __ldcg(p.peers.prob_slots[g.rank] + route);
+}
+
 MOK_DEVICE void acquire_results(const CallParams& p) {
   if (p.geometry.num_ranks == 1) {
     acquire_fence_gpu();
@@ -158,6 +167,7 @@ MOK_DEVICE void reduce_tokens(const CallParams& p) {
     if (!warp_wait_until([&] { return item.ready(p); }, p.dog, kWaitCombine, item.token)) return;
     acquire_results(p);
     reduce_token(p, item);
+    if (p.grad_probs != nullptr) collect_grad_probs(p, item);
     item = queue.claim(p);
   }
 }

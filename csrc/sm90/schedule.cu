@@ -1,4 +1,5 @@
 #include "launch.cuh"
+#include "layout.cuh"
 #include "schedule.h"
 #include "sync.cuh"
 
@@ -34,11 +35,8 @@ __global__ void __launch_bounds__(kChunkRoutes)
   let_next_kernel_start();
   for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) count[e] = 0;
   const int32_t first = blockIdx.x * blockDim.x + threadIdx.x;
-  for (int32_t i = first; i < g.max_blocks + kPanels; i += gridDim.x * blockDim.x) {
-    p.local.step_done[i] = 0;
-    if (i >= g.max_blocks) continue;
+  for (int64_t i = first; i < p.local.counter_words; i += gridDim.x * blockDim.x) {
     p.local.rows_ready[i] = 0;
-    p.local.activations_ready[i] = 0;
   }
   if (first == 0) p.local.state->counters = CallState::Counters{};
   __syncthreads();
@@ -170,7 +168,8 @@ MOK_DEVICE int32_t walk_groups(const Geometry& g, const int32_t* first_block, co
     const int32_t n = first_block[next] - first_block[i];
     if (n > 0) {
       const int32_t chunks = (n + g.max_group_blocks - 1) / g.max_group_blocks;
-      const int32_t chunk = chunks == 1 ? INT32_MAX : (n + chunks - 1) / chunks;
+      const int32_t chunk =
+          chunks == 1 ? INT32_MAX : static_cast<int32_t>(align_up(ceil_div(n, chunks), kCutBlocks));
       begins[i] = ExpertGroups{groups, chunk};
       for (int32_t at = 0; at < n; at += min(chunk, n - at)) {
         if (group_first_block != nullptr) {
@@ -185,6 +184,41 @@ MOK_DEVICE int32_t walk_groups(const Geometry& g, const int32_t* first_block, co
     group_first_block[groups] = first_block[end] - first_block[first];
   }
   return groups;
+}
+
+// The cuts of this rank's experts, by the whole CTA.
+MOK_DEVICE void write_cuts(const ScheduleParams& p, const int32_t* first_block,
+                           const int32_t* expert_rows, int32_t* scratch) {
+  const Geometry& g = p.geometry;
+  const int32_t i = threadIdx.x;  // local expert
+  const int32_t global = g.rank * g.local_experts + i;
+  const bool is_mine = i < g.local_experts;
+  const int32_t blocks = is_mine ? first_block[global + 1] - first_block[global] : 0;
+  const int32_t cuts = (blocks + kCutBlocks - 1) / kCutBlocks;
+  const int32_t end = block_scan(cuts, scratch, Sum{});
+  if (!is_mine) return;
+  if (i == 0) p.local.expert_first_cut[0] = 0;
+  p.local.expert_first_cut[i + 1] = end;
+  const int32_t begin = first_block[global] - first_block[g.rank * g.local_experts];
+  for (int32_t c = 0; c < cuts; ++c) {
+    const int32_t rows_before = c * kCutBlocks * static_cast<int32_t>(kBlockRows);
+    const int32_t rows =
+        min(expert_rows[global] - rows_before, kCutBlocks * static_cast<int32_t>(kBlockRows));
+    p.local.cuts[end - cuts + c] =
+        CutInfo{begin + c * kCutBlocks, c, static_cast<int16_t>(i),
+                static_cast<int16_t>(ceil_div(rows, kTileK)), c + 1 < cuts};
+  }
+}
+
+// first_block: of this rank's experts, counted from any block. Groups begin where cuts do.
+MOK_DEVICE int32_t first_cut_of_group(const ScheduleParams& p, const int32_t* first_block,
+                                      int32_t group) {
+  const int32_t num_local = p.geometry.local_experts;
+  if (group == p.local.state->num_groups) return p.local.expert_first_cut[num_local];
+  const int32_t block = p.local.group_first_block[group];
+  const int32_t expert = p.local.blocks[block].expert;
+  const int32_t in_expert = block - (first_block[expert] - first_block[0]);
+  return p.local.expert_first_cut[expert] + in_expert / kCutBlocks;
 }
 
 // One CTA: sums the chunks, exchanges counts, and derives all offsets. Thread e does expert e.
@@ -256,6 +290,7 @@ __global__ void __launch_bounds__(1024, 1)
   const bool begins_group = expert < g.num_experts && begins[expert].first >= 0;
   const int32_t group_begin = block_scan(begins_group ? expert : 0, scratch, Max{});
   if (expert < g.num_experts) p.local.expert_groups[expert] = begins[group_begin];
+  write_cuts(p, first_block, expert_rows, scratch);
   __syncthreads();
   const int32_t my_first = first_block[g.rank * g.local_experts];
   for (int32_t i = threadIdx.x / 32; i < g.local_experts; i += 32) {
@@ -267,6 +302,10 @@ __global__ void __launch_bounds__(1024, 1)
           static_cast<int16_t>(i), static_cast<int16_t>(rows_in_block(expert_rows[global], b)),
           groups.group_of(b)};
     }
+  }
+  __syncthreads();
+  for (int32_t i = threadIdx.x; i <= state.num_groups; i += blockDim.x) {
+    p.local.group_first_cut[i] = first_cut_of_group(p, first_block + g.rank * g.local_experts, i);
   }
 }
 

@@ -195,6 +195,11 @@ struct RingCursor {
       parity ^= 1;
     }
   }
+  MOK_DEVICE void advance_by(uint32_t steps) {
+    slot += steps;
+    parity ^= slot / kSlots & 1;
+    slot %= kSlots;
+  }
 };
 
 }  // namespace mok::sm90

@@ -28,6 +28,26 @@ struct Task {
 static_assert(kBlockRows <= 0xff && MOK_MAX_EXPERTS <= 0x7fff, "fields of a packed task");
 constexpr int32_t kNoTask = 0xff;
 
+// Every rank's entries of the row table must be here before anything reads it.
+MOK_DEVICE bool rows_have_arrived(const CallParams& p) {
+  bool ok = !aborted(p.dog, kWaitPeerRows, -1);
+  if (ok && p.geometry.num_ranks > 1 && threadIdx.x < p.geometry.num_ranks) {
+    ok = wait_epoch(&p.peers.flags[p.geometry.rank]->rows[threadIdx.x], p.local.state->epoch, p.dog,
+                    kWaitPeerRows, threadIdx.x, p.dog.inner_wait_ns);
+    acquire_fence();
+  }
+  return __syncthreads_and(ok);
+}
+
+// Maps of weights and gradients are in global memory, where the host may have replaced them since
+// the last call.
+MOK_DEVICE void acquire_tensor_maps(const CUtensorMap* maps, int32_t count) {
+  for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(maps + i)
+                 : "memory");
+  }
+}
+
 // The load warp publishes tasks here; math and store warps read each once.
 struct TaskRing {
   static constexpr uint32_t kReaders = kMathWarps + 1;

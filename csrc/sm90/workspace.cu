@@ -8,12 +8,6 @@ void check_cuda(cudaError_t error, const char* doing) {
   throw Error{MOK_ERR_SYSTEM, std::string(doing) + ": " + cudaGetErrorString(error)};
 }
 
-DeviceMemory device_alloc(int64_t bytes) {
-  void* p = nullptr;
-  check_cuda(cudaMalloc(&p, bytes), "allocating device memory");
-  return DeviceMemory(p);
-}
-
 SegmentLayout make_segment_layout(const MokShape& shape) {
   SegmentLayout at{};
   at.base = make_peer_layout(shape);
@@ -34,15 +28,20 @@ Geometry make_geometry(const MokShape& s, int32_t ctas) {
   g.max_tokens = s.max_tokens;
   g.max_blocks = static_cast<int32_t>(max_blocks(s));
   g.max_chunks = static_cast<int32_t>(align_up(ceil_div(s.max_tokens, chunk_tokens(s.topk)), 4));
+  g.max_cuts = g.max_blocks / kCutBlocks + g.local_experts;
   g.fc1_tiles = static_cast<int32_t>(ceil_div(s.ffn, kTileF));
   g.fc2_tiles = static_cast<int32_t>(ceil_div(s.hidden, kTileN));
+  g.fc2_dgrad_tiles = static_cast<int32_t>(ceil_div(s.ffn, kTileN));
+  g.fc1_wgrad_tiles = static_cast<int32_t>(ceil_div(2 * int64_t{s.ffn}, kTileM)) * g.fc2_tiles;
+  g.fc2_wgrad_tiles = static_cast<int32_t>(ceil_div(s.hidden, kTileM)) * g.fc2_dgrad_tiles;
   // Two waves of FC1 tiles or nearly so: FC1 of a group is then done when its FC2 is claimed.
   constexpr int64_t kMaxMinimum = 64;
   const int64_t waves = ceil_div(18 * int64_t{ctas}, 10 * int64_t{g.fc1_tiles});
   g.min_group_blocks = static_cast<int32_t>(waves < kMaxMinimum ? waves : kMaxMinimum);
-  g.max_group_blocks = 2 * g.min_group_blocks;
+  g.max_group_blocks = static_cast<int32_t>(align_up(2 * g.min_group_blocks, kCutBlocks));
   g.row_ring_blocks = g.max_group_blocks;
   g.activation_ring_blocks = 2 * g.max_group_blocks;
+  g.grad_ring_blocks = 2 * g.max_group_blocks;
   return g;
 }
 
@@ -62,76 +61,45 @@ LocalLayout make_local_layout(const Geometry& g) {
   at.state = take(sizeof(CallState));
   at.blocks = take(int64_t{g.max_blocks} * sizeof(BlockInfo));
   at.group_first_block = take((int64_t{g.max_blocks} + 1) * 4);
+  at.cuts = take(int64_t{g.max_cuts} * sizeof(CutInfo));
+  at.group_first_cut = take((int64_t{g.max_blocks} + 1) * 4);
+  at.expert_first_cut = take((int64_t{g.local_experts} + 1) * 4);
   at.rows_ready = take(int64_t{g.max_blocks} * 4);
   at.activations_ready = take(int64_t{g.max_blocks} * 4);
   at.step_done = take((int64_t{g.max_blocks} + kPanels) * 4);
+  at.grads_ready = take(int64_t{g.max_blocks} * 4);
+  at.group_grads_ready = take(int64_t{g.max_blocks} * 4);
+  at.group_released = take(int64_t{g.max_blocks} * 4);
+  at.cuts_added = take(int64_t{g.local_experts} * 4);
+  at.counters_end = end;
   at.chunk_offsets = take(int64_t{g.num_experts} * g.max_chunks * 4);
   at.first_row = take(int64_t{g.num_experts} * sizeof(ExpertRows));
   at.expert_groups = take(int64_t{g.num_experts} * sizeof(ExpertGroups));
   at.rank_groups = take(int64_t{g.num_ranks} * 4);
   at.route_group = take(int64_t{g.max_tokens} * g.topk * 2);
   at.bucket = take(int64_t{kReduceBuckets} * g.max_tokens * 4);
+  // The rings of forward and backward share their memory.
   at.row_ring = take(ring_rows(g, g.row_ring_blocks) * g.hidden * 2);
   at.activation_ring = take(ring_rows(g, g.activation_ring_blocks) * g.ffn * 2);
-  at.bytes = end;
+  const int64_t forward_end = end;
+  end = at.row_ring;
+  const int64_t rows = ring_rows(g, g.grad_ring_blocks);
+  at.grad.hidden_ring = take(rows * g.hidden * 2);
+  at.grad.grad_output_ring = take(rows * g.hidden * 2);
+  at.grad.preact_ring = take(rows * 2 * g.ffn * 2);
+  at.grad.activation_ring = take(rows * g.ffn * 2);
+  at.grad.prob_parts = take(rows * g.fc2_dgrad_tiles * 4);
+  at.bytes = end > forward_end ? end : forward_end;
   return at;
 }
 
 namespace {
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// Looked up at run time, so that the library loads where there is no driver.
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                                cudaEnableDefault, &status),
-               "looking up cuTensorMapEncodeTiled");
-    if (found == nullptr) throw Error{MOK_ERR_SYSTEM, "the driver has no cuTensorMapEncodeTiled"};
-    return reinterpret_cast<EncodeTiled>(found);
-  }();
-  return function;
-}
-
-CUtensorMap encode_map(const void* data, int32_t rank, const cuuint64_t* sizes,
-                       const cuuint64_t* strides, const cuuint32_t* box) {
-  const cuuint32_t steps[3] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult result =
-      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), sizes,
-                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw Error{MOK_ERR_SYSTEM, "cuTensorMapEncodeTiled failed with CUresult " +
-                                    std::to_string(static_cast<int32_t>(result))};
-  }
-  return map;
-}
-
-// fc1 is [2F, H]: gate rows, then up rows. One box takes 128 rows of each, and clips at F.
-CUtensorMap make_fc1_map(const void* data, const Geometry& g) {
-  const auto h = static_cast<cuuint64_t>(g.hidden);
-  const auto f = static_cast<cuuint64_t>(g.ffn);
-  const cuuint64_t sizes[3] = {h, f, 2};
-  const cuuint64_t strides[2] = {h * 2, h * f * 2};
-  const cuuint32_t box[3] = {kTileK, kTileF, 2};
-  return encode_map(data, 3, sizes, strides, box);
-}
 
 uint64_t nanoseconds(int32_t milliseconds, int32_t otherwise) {
   return uint64_t{1'000'000} * (milliseconds > 0 ? milliseconds : otherwise);
 }
 
 }  // namespace
-
-CUtensorMap make_matrix_map(const void* data, int64_t rows, int64_t columns, int32_t box_rows) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t box[2] = {kTileK, static_cast<cuuint32_t>(box_rows)};
-  return encode_map(data, 2, sizes, strides, box);
-}
 
 }  // namespace mok::sm90
 
@@ -165,20 +133,22 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
   local.activations_ready = reinterpret_cast<uint32_t*>(base + at.activations_ready);
   local.step_done = reinterpret_cast<uint32_t*>(base + at.step_done);
   local.chunk_offsets = reinterpret_cast<int32_t*>(base + at.chunk_offsets);
+  local.grads_ready = reinterpret_cast<uint32_t*>(base + at.grads_ready);
+  local.group_grads_ready = reinterpret_cast<uint32_t*>(base + at.group_grads_ready);
+  local.group_released = reinterpret_cast<uint32_t*>(base + at.group_released);
+  local.cuts_added = reinterpret_cast<uint32_t*>(base + at.cuts_added);
+  local.counter_words = (at.counters_end - at.rows_ready) / 4;
   local.group_first_block = reinterpret_cast<int32_t*>(base + at.group_first_block);
+  local.cuts = reinterpret_cast<CutInfo*>(base + at.cuts);
+  local.group_first_cut = reinterpret_cast<int32_t*>(base + at.group_first_cut);
+  local.expert_first_cut = reinterpret_cast<int32_t*>(base + at.expert_first_cut);
   local.first_row = reinterpret_cast<ExpertRows*>(base + at.first_row);
   local.expert_groups = reinterpret_cast<ExpertGroups*>(base + at.expert_groups);
   local.rank_groups = reinterpret_cast<int32_t*>(base + at.rank_groups);
   local.route_group = reinterpret_cast<uint16_t*>(base + at.route_group);
   local.bucket = reinterpret_cast<int32_t*>(base + at.bucket);
-  row_ring = base + at.row_ring;
-  activation_ring = base + at.activation_ring;
-  const int64_t rows = ring_rows(geometry, geometry.row_ring_blocks);
-  const int64_t activation_rows = ring_rows(geometry, geometry.activation_ring_blocks);
-  forward_maps.rows = make_matrix_map(row_ring, rows, shape.hidden, kTileM);
-  forward_maps.activations = make_matrix_map(activation_ring, activation_rows, shape.ffn, kTileM);
-  forward_maps.store_activations =
-      make_matrix_map(activation_ring, activation_rows, shape.ffn, kWarpgroupRows);
+  set_up_forward(at);
+  set_up_backward(at);
 
   const SegmentLayout segment = make_segment_layout(shape);
   for (int32_t r = 0; r < shape.ep_size; ++r) {
@@ -188,7 +158,9 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
     peers.counts[r] = reinterpret_cast<int32_t*>(peer + segment.base.counts);
     peers.rows[r] = reinterpret_cast<MokRow*>(peer + segment.base.rows);
     peers.hidden[r] = peer + segment.base.hidden;
+    peers.grad_output[r] = peer + segment.base.grad_output;
     peers.slots[r] = peer + segment.base.slots;
+    peers.prob_slots[r] = reinterpret_cast<float*>(peer + segment.base.prob_slots);
     peers.progress[r] = reinterpret_cast<uint64_t*>(peer + segment.progress);
     dog.peer_abort[r] = &peers.flags[r]->abort;
   }
@@ -202,31 +174,43 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
 
 MokWorkspace::~MokWorkspace() { cudaFreeHost(fault_); }
 
-const mok::sm90::WeightMaps& MokWorkspace::weight_maps(const MokWeights& weights) {
+void MokWorkspace::set_up_forward(const mok::sm90::LocalLayout& at) {
   using namespace mok::sm90;
-  const int32_t n = geometry.local_experts;
-  std::vector<const void*> key(weights.fc1, weights.fc1 + n);
-  key.insert(key.end(), weights.fc2, weights.fc2 + n);
-  const auto found = weight_maps_.find(key);
-  if (found != weight_maps_.end()) return found->second;
+  auto* base = static_cast<uint8_t*>(memory.get());
+  uint8_t* const rows = base + at.row_ring;
+  uint8_t* const activations = base + at.activation_ring;
+  const int64_t num_rows = ring_rows(geometry, geometry.row_ring_blocks);
+  const int64_t num_activations = ring_rows(geometry, geometry.activation_ring_blocks);
+  row_ring = rows;
+  forward_maps.rows = make_matrix_map(rows, num_rows, shape.hidden, kTileM);
+  forward_maps.activations = make_matrix_map(activations, num_activations, shape.ffn, kTileM);
+  forward_maps.store_activations =
+      make_matrix_map(activations, num_activations, shape.ffn, kWarpgroupRows);
+}
 
-  std::vector<CUtensorMap> maps;
-  for (int32_t i = 0; i < n; ++i) maps.push_back(make_fc1_map(weights.fc1[i], geometry));
-  for (int32_t i = 0; i < n; ++i) {
-    maps.push_back(make_matrix_map(weights.fc2[i], shape.hidden, shape.ffn, kTileN));
-  }
-  constexpr size_t kMaxSets = 1024;  // parameters that keep moving must not fill the memory
-  if (weight_maps_.size() >= kMaxSets) {
-    check_cuda(cudaDeviceSynchronize(), "waiting before old tensor maps are freed");
-    weight_maps_.clear();
-  }
-  const int64_t bytes = static_cast<int64_t>(maps.size() * sizeof(CUtensorMap));
-  WeightMaps made{device_alloc(bytes), nullptr, nullptr};
-  check_cuda(cudaMemcpy(made.memory.get(), maps.data(), bytes, cudaMemcpyHostToDevice),
-             "copying tensor maps; warm up once before capturing a graph");
-  made.fc1 = static_cast<const CUtensorMap*>(made.memory.get());
-  made.fc2 = made.fc1 + n;
-  return weight_maps_.emplace(std::move(key), std::move(made)).first->second;
+void MokWorkspace::set_up_backward(const mok::sm90::LocalLayout& at) {
+  using namespace mok::sm90;
+  auto* base = static_cast<uint8_t*>(memory.get());
+  const int64_t rows = ring_rows(geometry, geometry.grad_ring_blocks);
+  const int64_t h = shape.hidden, f = shape.ffn;
+  BackwardRings& rings = backward_rings;
+  rings.hidden = base + at.grad.hidden_ring;
+  rings.grad_output = base + at.grad.grad_output_ring;
+  rings.prob_parts = reinterpret_cast<float*>(base + at.grad.prob_parts);
+  uint8_t* const preact = base + at.grad.preact_ring;
+  uint8_t* const activations = base + at.grad.activation_ring;
+
+  constexpr int32_t kBlocksM = kTileM / kBoxColumns, kBlocksN = kTileN / kBoxColumns;
+  BackwardMaps& maps = backward_maps;
+  maps.hidden_rows = make_block_map(rings.hidden, rows, h, kTileM, 1);
+  maps.grad_output_rows = make_block_map(rings.grad_output, rows, h, kTileM, 1);
+  maps.grad_preact_rows = make_block_map(preact, rows, 2 * f, kTileM, 1);
+  maps.grad_preact_columns = make_block_map(preact, rows, 2 * f, kTileK, kBlocksM);
+  maps.hidden_columns = make_block_map(rings.hidden, rows, h, kTileK, kBlocksN);
+  maps.grad_output_columns = make_block_map(rings.grad_output, rows, h, kTileK, kBlocksM);
+  maps.activation_columns = make_block_map(activations, rows, f, kTileK, kBlocksN);
+  maps.preact = make_matrix_map(preact, rows, 2 * f, kWarpgroupRows);
+  maps.activations = make_matrix_map(activations, rows, f, kWarpgroupRows);
 }
 
 namespace {

@@ -4,13 +4,12 @@
 
 #include <cuda_runtime.h>
 
-#include <map>
-#include <memory>
 #include <string>
-#include <vector>
 
+#include "backward.h"
 #include "error.h"
 #include "forward.h"
+#include "maps.h"
 #include "schedule.h"
 
 namespace mok::sm90 {
@@ -18,16 +17,16 @@ namespace mok::sm90 {
 // Numbers of CallHeader.op.
 enum class Op : int32_t { kSchedule = 1, kDispatch, kCombine, kForward, kBackward };
 
-struct DeviceFree {
-  void operator()(void* p) const { cudaFree(p); }
-};
-using DeviceMemory = std::unique_ptr<void, DeviceFree>;
-DeviceMemory device_alloc(int64_t bytes);
-
 // Sizes of the private memory of a rank, in bytes, and where each part begins.
 struct LocalLayout {
-  int64_t state, blocks, group_first_block, rows_ready, activations_ready, step_done, chunk_offsets,
-      first_row, expert_groups, rank_groups, route_group, bucket, row_ring, activation_ring;
+  int64_t state, blocks, group_first_block, cuts, group_first_cut, expert_first_cut;
+  int64_t rows_ready, activations_ready, step_done, grads_ready, group_grads_ready, group_released,
+      cuts_added, counters_end;
+  int64_t chunk_offsets, first_row, expert_groups, rank_groups, route_group, bucket;
+  int64_t row_ring, activation_ring;
+  struct {  // of backward, where forward has its rings
+    int64_t hidden_ring, grad_output_ring, preact_ring, activation_ring, prob_parts;
+  } grad;
   int64_t bytes;
 };
 
@@ -41,17 +40,6 @@ struct SegmentLayout {
 SegmentLayout make_segment_layout(const MokShape& shape);
 Geometry make_geometry(const MokShape& shape, int32_t ctas);
 LocalLayout make_local_layout(const Geometry& geometry);
-
-// BF16 matrix of `rows` x `columns` read in boxes of `box_rows` x 64 columns, 128-byte swizzle.
-CUtensorMap make_matrix_map(const void* data, int64_t rows, int64_t columns, int32_t box_rows);
-
-// Tensor maps of one layer's weights in device memory. They are made once for a set of pointers;
-// DDP may move parameters, so every call looks its pointers up.
-struct WeightMaps {
-  DeviceMemory memory;
-  const CUtensorMap* fc1;
-  const CUtensorMap* fc2;
-};
 
 }  // namespace mok::sm90
 
@@ -67,16 +55,20 @@ struct MokWorkspace {
   mok::sm90::LocalTables local{};
   mok::sm90::PeerTables peers{};
   mok::sm90::Watchdog dog{};
-  uint8_t* row_ring = nullptr;
-  uint8_t* activation_ring = nullptr;
-  mok::sm90::ForwardMaps forward_maps{};  // store_preact is set for each call
-  std::string poisoned;                   // why, or empty
-
-  const mok::sm90::WeightMaps& weight_maps(const MokWeights& weights);
+  uint8_t* row_ring = nullptr;  // of forward
+  mok::sm90::BackwardRings backward_rings{};
+  mok::sm90::ForwardMaps forward_maps{};    // store_preact is set for each call
+  mok::sm90::BackwardMaps backward_maps{};  // saved_preact likewise
+  mok::sm90::MapSets weight_maps;           // fc1, then fc2; for FC1 and FC2
+  mok::sm90::MapSets dgrad_maps;            // likewise, for their data gradients
+  mok::sm90::MapSets grad_maps;             // of weight gradients
+  std::string poisoned;                     // why, or empty
 
  private:
+  void set_up_forward(const mok::sm90::LocalLayout& at);
+  void set_up_backward(const mok::sm90::LocalLayout& at);
+
   mok::sm90::Fault* fault_ = nullptr;  // pinned
-  std::map<std::vector<const void*>, mok::sm90::WeightMaps> weight_maps_;
   friend std::string fault_message(const MokWorkspace& ws);
 };
 

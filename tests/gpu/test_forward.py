@@ -1,7 +1,4 @@
-"""The Hopper engine's forward: numerics, bitwise promises, odd shapes, graphs, failures.
-
-Ranks are threads of this process with a stream each and their share of the SMs.
-"""
+"""The Hopper engine's forward: numerics, bitwise promises, odd shapes, graphs, failures."""
 
 import time
 
@@ -9,43 +6,11 @@ import pytest
 import torch
 
 from megatron_mok.ops import fused_moe, routes_from_map
-from megatron_mok.runtime import MoKTimeoutError, MoKWorkspacePoisonedError, RuntimeOptions
-from tests.in_process import (
-    Layer,
-    make_workspaces,
-    random_layer,
-    relative_error,
-    run_ranks,
-    run_reference,
-)
+from megatron_mok.runtime import MoKTimeoutError, MoKWorkspacePoisonedError
+from tests.gpu.layers import SHAPES, gpu_layer, options, workspaces_for
+from tests.in_process import Layer, make_workspaces, relative_error, run_ranks, run_reference
 
 pytestmark = pytest.mark.gpu
-
-
-def options(ep_size, wait_s=20.0):
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return RuntimeOptions(first_wait_s=wait_s, inner_wait_s=wait_s, workers=sms // ep_size)
-
-
-def on_gpu(layer) -> Layer:
-    return Layer(
-        layer.hidden_TH.cuda(),
-        layer.expert_ids_TK.cuda(),
-        layer.probs_TK.cuda(),
-        [w.cuda() for w in layer.fc1],
-        [w.cuda() for w in layer.fc2],
-        layer.grad_output_TH.cuda(),
-    )
-
-
-def gpu_layer(tokens, hidden, ffn, experts, topk, seed, expert_ids_TK=None):
-    return on_gpu(
-        random_layer(tokens, hidden, ffn, experts, topk, torch.bfloat16, seed, expert_ids_TK)
-    )
-
-
-def workspaces_for(layer, ep_size, **changes):
-    return make_workspaces(ep_size, options(ep_size), "cuda", **(layer.shape | changes))
 
 
 def forward(layer, workspaces, cuts=None, **kwargs):
@@ -68,18 +33,6 @@ def forward(layer, workspaces, cuts=None, **kwargs):
         )
 
     return torch.cat(run_ranks(ep_size, body, "cuda"))
-
-
-SHAPES = {
-    # tokens, hidden, ffn, experts, topk
-    "odd": (1001, 2880, 1408, 16, 4),
-    "smallest": (130, 64, 64, 4, 2),
-    "ffn_768": (777, 2048, 768, 64, 8),
-    "topk_32": (200, 512, 192, 64, 32),
-    "experts_1024": (512, 256, 128, 1024, 8),
-    "one_expert": (700, 320, 320, 1, 1),
-    "more_routes_than_experts": (100, 128, 128, 2, 5),
-}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

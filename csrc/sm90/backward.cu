@@ -1,0 +1,568 @@
+// The backward kernel: pull of dY and X, FC2's dgrad with the backward of SwiGLU, FC1's dgrad with
+// push, both weight gradients, and the ordered reduction of dX, in one persistent launch. Roles and
+// hand-overs are those of the forward kernel.
+#include "backward.h"
+#include "gemm_mainloop.cuh"
+#include "launch.cuh"
+#include "mover.cuh"
+#include "order.cuh"
+#include "push.cuh"
+#include "reduce.cuh"
+#include "staged.cuh"
+#include "swiglu_grad.cuh"
+#include "task.cuh"
+#include "wgrad_epilogue.cuh"
+
+namespace mok::sm90 {
+namespace {
+
+// ---- What a task works on ----------------------------------------------------------------------
+
+MOK_DEVICE int32_t ring_row(int32_t block, const Geometry& g) {
+  return block % g.grad_ring_blocks * kTileM;
+}
+
+// Column chunks of FC2's dgrad that lie before F.
+MOK_DEVICE int32_t num_chunks(const Task& task, const Geometry& g) {
+  return min(kTileN, g.ffn - task.tile * kTileN) / kBoxColumns;
+}
+
+// The tile of a weight gradient: those of W1 [2F, H] come first, then those of W2 [H, F].
+struct WgradTile {
+  bool fc1;
+  int32_t row;     // in tiles of kTileM
+  int32_t column;  // in tiles of kTileN
+  bool wanted;
+
+  MOK_DEVICE WgradTile(const Task& task, const BackwardParams& p) {
+    const Geometry& g = p.geometry;
+    fc1 = task.tile < g.fc1_wgrad_tiles;
+    const int32_t tile = fc1 ? task.tile : task.tile - g.fc1_wgrad_tiles;
+    const int32_t rows =
+        fc1 ? g.fc1_wgrad_tiles / g.fc2_tiles : g.fc2_wgrad_tiles / g.fc2_dgrad_tiles;
+    row = tile % rows;
+    column = tile / rows;
+    wanted = (fc1 ? p.fc1_wanted : p.fc2_wanted).contains(task.expert);
+  }
+};
+
+MOK_DEVICE int32_t k_steps(const Task& task, const BackwardParams& p) {
+  switch (task.phase) {
+    case MOK_PHASE_FC2:
+      return 2 * p.geometry.ffn / kTileK;
+    case MOK_PHASE_WGRAD:
+      return WgradTile(task, p).wanted ? task.rows : 0;
+    default:
+      return p.geometry.hidden / kTileK;
+  }
+}
+
+// The flag that a task's operands wait for.
+struct Readiness {
+  const uint32_t* counter;
+  uint32_t target;
+};
+
+MOK_DEVICE Readiness task_readiness(const Task& task, const BackwardParams& p) {
+  const uint32_t tiles = p.geometry.fc2_dgrad_tiles;
+  switch (task.phase) {
+    case MOK_PHASE_FC2:
+      return {p.local.grads_ready + task.block, tiles};
+    case MOK_PHASE_WGRAD: {
+      const int32_t* first = p.local.group_first_block + task.group;
+      return {p.local.group_grads_ready + task.group, (first[1] - first[0]) * tiles};
+    }
+    default:
+      return {p.local.rows_ready + task.block, kPieces};
+  }
+}
+
+// Whether all tiles that read a group's part of the rings have done so.
+MOK_DEVICE bool group_released(int32_t group, const BackwardParams& p) {
+  const Geometry& g = p.geometry;
+  const int32_t* block = p.local.group_first_block + group;
+  const int32_t* cut = p.local.group_first_cut + group;
+  const uint32_t readers =
+      (block[1] - block[0]) * g.fc2_tiles + (cut[1] - cut[0]) * g.wgrad_tiles();
+  return load_relaxed(p.local.group_released + group) >= readers;
+}
+
+// Whether the ring slot of a block may be overwritten.
+MOK_DEVICE bool slot_free(int32_t block, const BackwardParams& p) {
+  const int32_t before = block - p.geometry.grad_ring_blocks;
+  return before < 0 || group_released(p.local.blocks[before].group, p);
+}
+
+// ---- Load warp ---------------------------------------------------------------------------------
+
+// A task looked up ahead of its turn, so that neither the ticket nor the flag costs time later.
+struct NextTask {
+  Task task;
+  bool ready;  // its operands may be loaded
+
+  MOK_DEVICE NextTask(uint32_t ticket, BackwardOrder& order, const BackwardParams& p)
+      : task(order.decode(static_cast<int32_t>(ticket), p)), ready(false) {
+    if (task.phase == kNoTask) return;
+    const Readiness flag = task_readiness(task, p);
+    ready = load_relaxed(flag.counter) >= flag.target;
+    if (ready) acquire_for_copies();
+  }
+};
+
+// Both operands of a task, K step by K step.
+class OperandLoads {
+ public:
+  MOK_DEVICE OperandLoads(const Task& task, const BackwardParams& p, const BackwardMaps& maps)
+      : task_(task), g_(p.geometry), tile_(task, p) {
+    switch (task.phase) {
+      case kPhaseRecompute:
+        a_ = &maps.hidden_rows;
+        b_ = p.fc1_maps + task.expert;
+        break;
+      case MOK_PHASE_FC1:
+        a_ = &maps.grad_output_rows;
+        b_ = p.fc2_dgrad_maps + task.expert;
+        break;
+      case MOK_PHASE_FC2:
+        a_ = &maps.grad_preact_rows;
+        b_ = p.fc1_dgrad_maps + task.expert;
+        break;
+      default:
+        a_ = tile_.fc1 ? &maps.grad_preact_columns : &maps.grad_output_columns;
+        b_ = tile_.fc1 ? &maps.hidden_columns : &maps.activation_columns;
+        first_block_ = p.local.cuts[task.block].first_block;
+    }
+  }
+
+  MOK_DEVICE void load(int32_t k, uint32_t a, uint32_t b, uint32_t full) const {
+    constexpr int32_t kBlocksM = kTileM / kBoxColumns, kBlocksN = kTileN / kBoxColumns;
+    barrier_expect(full, kStageBytes);
+    if (task_.phase == MOK_PHASE_WGRAD) {
+      constexpr int32_t kStepsPerBlock = kTileM / kTileK;
+      const int32_t row =
+          ring_row(first_block_ + k / kStepsPerBlock, g_) + k % kStepsPerBlock * kTileK;
+      load_tensor_3d(a, a_, full, 0, row, tile_.row * kBlocksM, CachePolicy::kNormal);
+      load_tensor_3d(b, b_, full, 0, row, tile_.column * kBlocksN, CachePolicy::kNormal);
+      return;
+    }
+    load_tensor_3d(a, a_, full, 0, ring_row(task_.block, g_), k, CachePolicy::kEvictLast);
+    if (task_.phase == kPhaseRecompute) {
+      load_tensor_3d(b, b_, full, k * kTileK, task_.tile * kTileF, 0, CachePolicy::kNormal);
+    } else {
+      load_tensor_3d(b, b_, full, 0, k * kTileK, task_.tile * kBlocksN, CachePolicy::kNormal);
+    }
+  }
+
+ private:
+  const Task& task_;
+  const Geometry& g_;
+  WgradTile tile_;
+  const CUtensorMap* a_;
+  const CUtensorMap* b_;
+  int32_t first_block_ = 0;
+};
+
+// Pre-activations of the tile, a chunk of columns to a stage.
+MOK_DEVICE bool load_chunks(const Task& task, const BackwardParams& p, const BackwardMaps& maps,
+                            uint32_t smem, StageCursor& stage) {
+  const Geometry& g = p.geometry;
+  const bool saved = task.block < p.saved_blocks;
+  if (!saved) {
+    if (!wait_counter(p.local.activations_ready + task.block, g.fc1_tiles, p.dog, kWaitActivations,
+                      task.block)) {
+      return false;
+    }
+    acquire_for_copies();
+  }
+  const CUtensorMap* map = saved ? &maps.saved_preact : &maps.preact;
+  const int32_t row = saved ? task.block * kTileM : ring_row(task.block, g);
+  const int32_t halves = task.rows > kWarpgroupRows ? 2 : 1;
+  for (int32_t c = 0; c < num_chunks(task, g); ++c) {
+    if (!wait_barrier(StageRing::empty(smem, stage.slot), stage.parity, p.dog, kWaitStageEmpty)) {
+      return false;
+    }
+    const uint32_t full = StageRing::full(smem, stage.slot);
+    const int32_t column = task.tile * kTileN + c * kBoxColumns;
+    barrier_expect(full, halves * 2 * kBoxBytes);
+    for (int32_t h = 0; h < halves; ++h) {
+      const uint32_t half = chunk_half(StageRing::operand_a(smem, stage.slot), h);
+      load_tensor_2d(half + kGateBox * kBoxBytes, map, full, column, row + h * kWarpgroupRows,
+                     CachePolicy::kEvictFirst);
+      load_tensor_2d(half + kUpBox * kBoxBytes, map, full, g.ffn + column, row + h * kWarpgroupRows,
+                     CachePolicy::kEvictFirst);
+    }
+    stage.advance();
+  }
+  return true;
+}
+
+MOK_DEVICE void load_role(const BackwardParams& p, const BackwardMaps& maps, uint32_t smem) {
+  StageCursor stage(1);
+  RingCursor<kTaskSlots> slot(1);
+  uint32_t* tickets = &p.local.state->counters.task_ticket;
+  BackwardOrder order(p);
+  NextTask next(atomicAdd(tickets, 1u), order, p);
+  while (true) {
+    const Task task = next.task;
+    if (!TaskRing::publish(smem, task, slot, p.dog) || task.phase == kNoTask) return;
+    if (!next.ready) {
+      const Readiness flag = task_readiness(task, p);
+      const bool rows = task.phase == kPhaseRecompute || task.phase == MOK_PHASE_FC1;
+      if (!wait_counter(flag.counter, flag.target, p.dog, rows ? kWaitRows : kWaitGrads,
+                        task.block)) {
+        return;
+      }
+      acquire_for_copies();
+    }
+    const uint32_t ticket = atomicAdd(tickets, 1u);
+    const OperandLoads loads(task, p, maps);
+    const int32_t steps = k_steps(task, p);
+    for (int32_t k = 0; k < steps; ++k) {
+      if (!wait_barrier(StageRing::empty(smem, stage.slot), stage.parity, p.dog, kWaitStageEmpty)) {
+        return;
+      }
+      loads.load(k, StageRing::operand_a(smem, stage.slot), StageRing::operand_b(smem, stage.slot),
+                 StageRing::full(smem, stage.slot));
+      stage.advance();
+      // Here the math warps are busy with the end of the tile before, and all stages are filled.
+      if (k == min(kStages, steps) - 1) next = NextTask(ticket, order, p);
+    }
+    if (steps == 0) next = NextTask(ticket, order, p);
+    if (task.phase == MOK_PHASE_FC1 && !load_chunks(task, p, maps, smem, stage)) return;
+  }
+}
+
+// ---- Math warpgroups ---------------------------------------------------------------------------
+
+// The math side of one warpgroup.
+class MathRole {
+ public:
+  MOK_DEVICE MathRole(const BackwardParams& p, uint32_t smem, int32_t warpgroup)
+      : p_(p), smem_(smem), warpgroup_(warpgroup), half_(smem, warpgroup) {}
+
+  MOK_DEVICE void run() {
+    RingCursor<kTaskSlots> slot(0);
+    float acc[128];
+    while (true) {
+      const Task task = TaskRing::next(smem_, slot, p_.dog);
+      const bool has_rows = warpgroup_ * kWarpgroupRows < task.rows;
+      switch (task.phase) {
+        case kNoTask:
+          return;
+        case kPhaseRecompute:
+          multiply_tile<Major::kK, Major::kK>(acc, k_steps(task, p_), has_rows, smem_, warpgroup_,
+                                              stage_, p_.dog);
+          if (has_rows) stage_accumulators<SwizzledBoxes>(acc);
+          break;
+        case MOK_PHASE_FC1: {
+          GradRows rows = grad_rows(task);
+          multiply_tile<Major::kK, Major::kMN>(acc, k_steps(task, p_), has_rows, smem_, warpgroup_,
+                                               stage_, p_.dog);
+          swiglu_grad(acc, task, rows, has_rows);
+          break;
+        }
+        case MOK_PHASE_FC2:
+          multiply_tile<Major::kK, Major::kMN>(acc, k_steps(task, p_), has_rows, smem_, warpgroup_,
+                                               stage_, p_.dog);
+          if (has_rows) stage_accumulators<LinearRows>(acc);
+          break;
+        default:
+          wgrad(acc, task);
+      }
+    }
+  }
+
+ private:
+  template <typename Layout>
+  MOK_DEVICE void stage_accumulators(const float (&acc)[128]) {
+    if (slices_pending_) {  // copies out of the staging tile by this warpgroup
+      wait_bulk_read();
+      sync_threads(1 + warpgroup_, 32 * kMathWarps / kMathWarpgroups);
+      slices_pending_ = false;
+    }
+    stage_tile<Layout, kTileN>(half_, staging_, p_.dog, PlainPairs{acc});
+  }
+
+  MOK_DEVICE GradRows grad_rows(const Task& task) const {
+    const MokRow* table = p_.peers.rows[p_.geometry.rank] + int64_t{task.block} * kBlockRows;
+    GradRows rows;
+#pragma unroll
+    for (int32_t h = 0; h < 2; ++h) {
+      const int32_t row = threadIdx.x / 32 * 16 + h * 8 + threadIdx.x % 32 / 4;
+      rows.valid[h] = row < task.rows;
+      rows.prob[h] = rows.valid[h] ? table[row].prob : 0.0f;
+    }
+    return rows;
+  }
+
+  MOK_DEVICE void swiglu_grad(const float (&acc)[128], const Task& task, GradRows& rows,
+                              bool has_rows) {
+    const int32_t chunks = num_chunks(task, p_.geometry);
+    const auto chunk = [&]<int32_t kChunk>() {
+      if (kChunk >= chunks) return;
+      wait_barrier(StageRing::full(smem_, stage_.slot), stage_.parity, p_.dog, kWaitStageFull);
+      if (has_rows) {
+        swiglu_grad_chunk<kChunk>(acc, rows,
+                                  chunk_half(StageRing::operand_a(smem_, stage_.slot), warpgroup_));
+        if (kChunk == chunks - 1) write_prob_parts(task, rows);
+        fence_proxy_shared();
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(StageRing::chunk_done(smem_, stage_.slot));
+      stage_.advance();
+    };
+    chunk.template operator()<0>();
+    chunk.template operator()<1>();
+    chunk.template operator()<2>();
+    chunk.template operator()<3>();
+    static_assert(kChunksPerTile == 4, "one call each");
+  }
+
+  // This tile's part of the gradients of the rows' probs.
+  MOK_DEVICE void write_prob_parts(const Task& task, const GradRows& rows) const {
+    const Geometry& g = p_.geometry;
+#pragma unroll
+    for (int32_t h = 0; h < 2; ++h) {
+      float sum = rows.grad_prob[h];
+      sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+      sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
+      const int32_t row = threadIdx.x / 32 * 16 + h * 8 + threadIdx.x % 32 / 4;
+      if (threadIdx.x % 4 == 0) {
+        const int64_t at = int64_t{ring_row(task.block, g)} + row;
+        p_.rings.prob_parts[at * g.fc2_dgrad_tiles + task.tile] = sum;
+      }
+    }
+  }
+
+  MOK_DEVICE void wgrad(float (&acc)[128], const Task& task) {
+    const WgradTile tile(task, p_);
+    const CutInfo cut = p_.local.cuts[task.block];
+    if (tile.wanted) {
+      multiply_tile<Major::kMN, Major::kMN>(acc, task.rows, true, smem_, warpgroup_, stage_,
+                                            p_.dog);
+    }
+    // Every load of the task has landed: both warpgroups have the same stages.
+    if (threadIdx.x == 0) release_add(p_.local.group_released + task.group, 1);
+    if (cut.index > 0) {
+      const uint32_t before = cut.index * p_.geometry.wgrad_tiles() * kMathWarps;
+      wait_counter(p_.local.cuts_added + task.expert, before, p_.dog, kWaitCut, task.expert);
+      acquire_for_copies();
+    }
+    if (tile.wanted) write_grad(acc, task, tile, p_.accumulate || cut.index > 0);
+    if (cut.more != 0) {
+      finish_bulk_stores();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) release_add(p_.local.cuts_added + task.expert, 1);
+    }
+  }
+
+  MOK_DEVICE void write_grad(const float (&acc)[128], const Task& task, const WgradTile& tile,
+                             bool add) {
+    const int32_t warp = threadIdx.x / 32;
+    const CUtensorMap* map = (tile.fc1 ? p_.fc1_grad_maps : p_.fc2_grad_maps) + task.expert;
+    const uint32_t buffers = half_.data + warp % 4 * kSliceBuffers * kSliceBytes;
+    // The store warp may still copy the tile that was staged last.
+    wait_barrier(half_.free, staging_.parity, p_.dog, kWaitStagingFree);
+    const int32_t row = tile.row * kTileM + warp * 16;
+    if (add) {
+      write_grad_rows<true>(acc, map, buffers, row, tile.column * kTileN);
+    } else {
+      write_grad_rows<false>(acc, map, buffers, row, tile.column * kTileN);
+    }
+    slices_pending_ = true;
+  }
+
+  const BackwardParams& p_;
+  const uint32_t smem_;
+  const int32_t warpgroup_;
+  const StagingHalf half_;
+  StageCursor stage_{0};
+  RingCursor<1> staging_{1};
+  bool slices_pending_ = false;
+};
+
+// ---- Store warp --------------------------------------------------------------------------------
+
+MOK_DEVICE bool wait_slot_free(int32_t block, const BackwardParams& p) {
+  if (!wait_until([&] { return slot_free(block, p); }, p.dog, kWaitGradRing, block,
+                  p.dog.inner_wait_ns)) {
+    return false;
+  }
+  acquire_for_copies();
+  return true;
+}
+
+// Recomputed pre-activations, to where their gradients will go.
+MOK_DEVICE bool store_preact(const Task& task, const BackwardParams& p, const BackwardMaps& maps,
+                             const StagedTile& staged) {
+  const Geometry& g = p.geometry;
+  const int32_t column = task.tile * kTileF;
+  const int32_t boxes = min(kTileF, g.ffn - column) / kBoxColumns;
+  if (!wait_slot_free(task.block, p)) return false;
+  const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
+    const int32_t row = ring_row(task.block, g) + h * kWarpgroupRows;
+    store_boxes(&maps.preact, data, boxes, column, row);
+    store_boxes(&maps.preact, data + kTileF / kBoxColumns * kBoxBytes, boxes, g.ffn + column, row);
+  });
+  if (!ok) return false;
+  finish_bulk_stores();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) release_add(p.local.activations_ready + task.block, 1);
+  return true;
+}
+
+// Gradients of pre-activations, and activations. `chunk_parity`: a bit for each stage.
+MOK_DEVICE bool store_chunks(const Task& task, const BackwardParams& p, const BackwardMaps& maps,
+                             uint32_t smem, StageCursor& stage, uint32_t& chunk_parity) {
+  const Geometry& g = p.geometry;
+  const int32_t halves = task.rows > kWarpgroupRows ? 2 : 1;
+  if (!wait_slot_free(task.block, p)) return false;
+  for (int32_t c = 0; c < num_chunks(task, g); ++c) {
+    if (!wait_barrier(StageRing::chunk_done(smem, stage.slot), chunk_parity >> stage.slot & 1,
+                      p.dog, kWaitChunkFull)) {
+      return false;
+    }
+    chunk_parity ^= 1u << stage.slot;
+    if (elect_one()) {
+      const int32_t column = task.tile * kTileN + c * kBoxColumns;
+      for (int32_t h = 0; h < halves; ++h) {
+        const uint32_t half = chunk_half(StageRing::operand_a(smem, stage.slot), h);
+        const int32_t row = ring_row(task.block, g) + h * kWarpgroupRows;
+        store_tensor_2d(&maps.preact, half + kGateBox * kBoxBytes, column, row);
+        store_tensor_2d(&maps.preact, half + kUpBox * kBoxBytes, g.ffn + column, row);
+        store_tensor_2d(&maps.activations, half + kActivationBox * kBoxBytes, column, row);
+      }
+    }
+    commit_bulk_group();
+    wait_bulk_read();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(StageRing::empty(smem, stage.slot), kMathWarps);
+    stage.advance();
+  }
+  finish_bulk_stores();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    release_add(p.local.grads_ready + task.block, 1);
+    release_add(p.local.group_grads_ready + task.group, 1);
+  }
+  return true;
+}
+
+// Sums the parts of each row's gradient of its prob, in the order of the tiles, and pushes it.
+MOK_DEVICE void push_grad_probs(const Task& task, const BackwardParams& p) {
+  const Geometry& g = p.geometry;
+  for (int32_t r = threadIdx.x % 32; r < task.rows; r += 32) {
+    const float* parts =
+        p.rings.prob_parts + (int64_t{ring_row(task.block, g)} + r) * g.fc2_dgrad_tiles;
+    float sum = 0.0f;
+    for (int32_t t = 0; t < g.fc2_dgrad_tiles; ++t) sum = __fadd_rn(sum, __ldcg(parts + t));
+    const MokRow row = p.peers.rows[g.rank][int64_t{task.block} * kBlockRows + r];
+    p.peers.prob_slots[row.rank][int64_t{row.token} * g.topk + route_k(row)] = sum;
+  }
+  __syncwarp();
+}
+
+MOK_DEVICE void store_role(const BackwardParams& p, const BackwardMaps& maps, uint32_t smem) {
+  RingCursor<kTaskSlots> slot(0);
+  StageCursor stage(0);
+  uint32_t full_parity = 0;
+  uint32_t chunk_parity = 0;
+  while (true) {
+    const Task task = TaskRing::next(smem, slot, p.dog);
+    if (task.phase == kNoTask) return;
+    stage.advance_by(k_steps(task, p));
+    const StagedTile staged{smem, task.rows > kWarpgroupRows ? 2 : 1, full_parity};
+    if (task.phase == kPhaseRecompute) {
+      if (!store_preact(task, p, maps, staged)) return;
+    } else if (task.phase == MOK_PHASE_FC1) {
+      if (!store_chunks(task, p, maps, smem, stage, chunk_parity)) return;
+    } else if (task.phase == MOK_PHASE_FC2) {
+      if (!push_rows(task, p, staged)) return;
+      if (task.tile == 0) push_grad_probs(task, p);
+      report_progress(task, p);
+      if (threadIdx.x % 32 == 0) release_add(p.local.group_released + task.group, 1);
+    }
+  }
+}
+
+// ---- Kernel ------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p,
+                    const __grid_constant__ BackwardMaps maps) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t smem = shared_address(shared);
+  const int32_t warp = warp_uniform(threadIdx.x / 32);
+  const int32_t warpgroup = warp / 4;
+  if (threadIdx.x == 0) {
+    StageRing::init(smem);
+    TaskRing::init(smem);
+    StagingHalf::init(smem);
+    fence_barrier_init();
+    fence_proxy_shared();
+  }
+  wait_for_previous_kernel();
+  if (!rows_have_arrived(p)) return;
+
+  const int32_t experts = p.geometry.local_experts;
+  if (warpgroup < kMathWarpgroups) {
+    grow_registers<kMathRegisters>();
+    acquire_tensor_maps(p.fc1_grad_maps, experts);
+    acquire_tensor_maps(p.fc2_grad_maps, experts);
+    __syncwarp();
+    MathRole(p, smem, warpgroup).run();
+    reduce_tokens(p);
+  } else {
+    shrink_registers<kFeedRegisters>();
+    if (warp == kLoadWarp) {
+      acquire_tensor_maps(p.fc1_maps, experts);
+      acquire_tensor_maps(p.fc1_dgrad_maps, experts);
+      acquire_tensor_maps(p.fc2_dgrad_maps, experts);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) load_role(p, maps, smem);
+      __syncwarp();
+    } else if (warp == kStoreWarp) {
+      store_role(p, maps, smem);
+    } else {
+      const PulledMatrix pulled[2] = {{p.peers.grad_output, p.rings.grad_output},
+                                      {p.peers.hidden, p.rings.hidden}};
+      mover_role(p, p.geometry.grad_ring_blocks, pulled,
+                 [&](int32_t block) { return slot_free(block, p); });
+    }
+  }
+  wait_bulk_done();
+  if (load_relaxed(p.dog.abort) != 0) drain_after_abort();
+}
+
+// Block y zeroes one gradient if its expert has no rows.
+__global__ void zero_empty_kernel(const __grid_constant__ EmptyGrads args, LocalTables local) {
+  const int32_t expert = args.first_expert + blockIdx.y;
+  float* grad = args.grads[blockIdx.y];
+  if (grad == nullptr || local.expert_first_cut[expert + 1] != local.expert_first_cut[expert]) {
+    return;
+  }
+  auto* to = reinterpret_cast<float4*>(grad);
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < args.count / 4;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    to[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, int32_t ctas,
+                            cudaStream_t stream) {
+  cudaError_t error = cudaFuncSetAttribute(
+      backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedPlan::kBytes);
+  if (error != cudaSuccess) return error;
+  return launch_overlapped(backward_kernel, ctas, kThreads, SharedPlan::kBytes, stream, params,
+                           maps);
+}
+
+cudaError_t launch_zero_empty(const EmptyGrads& grads, const LocalTables& local,
+                              cudaStream_t stream) {
+  zero_empty_kernel<<<dim3(32, grads.num_experts), 512, 0, stream>>>(grads, local);
+  return cudaGetLastError();
+}
+
+}  // namespace mok::sm90
