@@ -142,7 +142,10 @@ def run_layer(layer, workspaces, cuts, saved_rows=0, device="cpu") -> Result:
             workspaces[rank],
             saved_rows=saved_rows,
         )
-        output_TH.backward(layer.grad_output_TH[tokens])
+        # In this thread: one that served several ranks could block on a full launch queue of one,
+        # which waits for another.
+        with torch.autograd.set_multithreading_enabled(False):
+            output_TH.backward(layer.grad_output_TH[tokens])
         return (
             output_TH.detach(),
             hidden_TH.grad,
