@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_mok.megatron.errors import MoKConfigError
 
 MODES = ("fused", "dispatch")
+AVAILABLE_MODES = ("fused",)
 
 
 def _flag(default: Any, kind: type, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -90,18 +91,7 @@ class MoKOptions:
     @classmethod
     def from_args(cls, args: Any) -> MoKOptions:
         """The options in Megatron's parsed (or YAML) arguments; absent flags keep defaults."""
-        values = {}
-        for item in fields(cls):
-            dest = f"mok_{item.name}"
-            if "flag" in item.metadata and hasattr(args, dest):
-                values[item.name] = getattr(args, dest)
-        minutes = getattr(args, "distributed_timeout_minutes", None)
-        if minutes is not None:
-            values["first_timeout_s"] = minutes * 60.0
-        options = cls(**values)
-        if options.max_tokens_per_rank is None:
-            options = replace(options, max_tokens_per_rank=tokens_per_rank(args))
-        return options
+        return cls(**_given(args))
 
     def saved_rows(self, max_tokens: int, topk: int, ep_size: int, local_experts: int) -> int:
         """Rows of pre-activations to keep for backward on one rank.
@@ -116,6 +106,21 @@ class MoKOptions:
         """
         worst = max_tokens * ep_size * min(topk, local_experts)
         return min(math.ceil(self.saved_rows_factor * max_tokens * topk), worst)
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """Values of options that are in Megatron's arguments or follow from them, unchecked."""
+    values = {}
+    for item in fields(MoKOptions):
+        dest = f"mok_{item.name}"
+        if "flag" in item.metadata and hasattr(args, dest):
+            values[item.name] = getattr(args, dest)
+    minutes = getattr(args, "distributed_timeout_minutes", None)
+    if minutes is not None:
+        values["first_timeout_s"] = minutes * 60.0
+    if values.get("max_tokens_per_rank") is None:
+        values["max_tokens_per_rank"] = tokens_per_rank(args)
+    return values
 
 
 def _is_int(value: Any, least: int) -> bool:
@@ -184,6 +189,23 @@ def get_options() -> MoKOptions:
         return _explicit
     args = megatron_args()
     return MoKOptions() if args is None else MoKOptions.from_args(args)
+
+
+def read_options() -> tuple[MoKOptions, tuple[str, ...]]:
+    """`get_options`, and what is wrong with the values given; those are left out."""
+    try:
+        return get_options(), ()
+    except MoKConfigError as error:
+        given = _given(megatron_args())
+        return MoKOptions(**{k: v for k, v in given.items() if _is_valid(k, v)}), error.problems
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    try:
+        MoKOptions(**{name: value})
+    except MoKConfigError:
+        return False
+    return True
 
 
 def megatron_args() -> Any | None:

@@ -10,7 +10,7 @@ import typing
 from typing import Any
 
 from megatron_mok.megatron.errors import MoKConfigError, MoKInstallError
-from megatron_mok.megatron.flags import add_mok_arguments, get_options, megatron_args
+from megatron_mok.megatron.flags import add_mok_arguments, megatron_args
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _hook_post_init(config_cls: type) -> None:
             return
         with seen_as_alltoall(self):
             native(self)
-        check_config(self, megatron_args(), get_options())
+        check_config(self)
 
     config_cls.__post_init__ = post_init
 

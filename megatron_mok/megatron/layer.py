@@ -11,10 +11,17 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_mok.megatron import cpu_mode
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.experts import FusedExperts
-from megatron_mok.megatron.flags import MoKOptions, get_options, megatron_args
+from megatron_mok.megatron.flags import MoKOptions
+from megatron_mok.megatron.rules import USE_ALLTOALL
 from megatron_mok.megatron.validation import check_config, seen_as_alltoall
 from megatron_mok.ops import routes_from_map
-from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace, get_workspace
+from megatron_mok.runtime import (
+    LayerShape,
+    MoKUnsupportedError,
+    RuntimeOptions,
+    Workspace,
+    get_workspace,
+)
 
 _STAGES = ("route", "expert_compute", "postprocess")
 
@@ -41,9 +48,8 @@ class MoKMoELayer(MoELayer):
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        options = get_options()
         # Again: fields may have been set after the config was made.
-        check_config(config, megatron_args(), options)
+        options = check_config(config, _device())
         with seen_as_alltoall(config):
             super().__init__(config, *args, **kwargs)
         expert_tp = self.experts.tp_group.size()
@@ -157,38 +163,29 @@ def _by_token(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _layer_shape(config: Any, options: MoKOptions) -> LayerShape:
-    if options.max_tokens_per_rank is None:
-        raise MoKConfigError(
-            "the most tokens per rank are not known; set --mok-max-tokens-per-rank, or in a "
-            "program megatron_mok.megatron.set_options(MoKOptions(max_tokens_per_rank=...))"
-        )
-    try:
-        return LayerShape(
-            hidden=config.hidden_size,
-            ffn=config.moe_ffn_hidden_size,
-            num_experts=config.num_moe_experts,
-            topk=config.moe_router_topk,
-            max_tokens=options.max_tokens_per_rank,
-            dtype=config.params_dtype,
-        )
-    except ValueError as error:
-        raise MoKConfigError(f"{error}; or use --moe-token-dispatcher-type alltoall") from error
+    return LayerShape(
+        hidden=config.hidden_size,
+        ffn=config.moe_ffn_hidden_size,
+        num_experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        max_tokens=options.max_tokens_per_rank,
+        dtype=config.params_dtype,
+    )
 
 
 _announced: set[LayerShape] = set()
 
 
 def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> Workspace:
-    workspace = get_workspace(
-        shape,
-        group=ep_group,
-        device=_device(),
-        options=RuntimeOptions(
-            first_wait_s=options.first_timeout_s,
-            inner_wait_s=options.inner_timeout_s,
-            workers=options.host_threads,
-        ),
+    runtime_options = RuntimeOptions(
+        first_wait_s=options.first_timeout_s,
+        inner_wait_s=options.inner_timeout_s,
+        workers=options.host_threads,
     )
+    try:
+        workspace = get_workspace(shape, ep_group, _device(), runtime_options)
+    except MoKUnsupportedError as error:  # several hosts, or another kind of GPU
+        raise MoKConfigError(f"{error}; {USE_ALLTOALL}") from error
     if torch.distributed.get_rank() == 0 and shape not in _announced:
         _announced.add(shape)
         # Printed as Megatron prints what everyone should see; its default log level hides INFO.

@@ -7,272 +7,23 @@ the config itself: at its construction, and again at the construction of every l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron_mok.megatron.errors import MoKConfigError
-from megatron_mok.megatron.flags import MoKOptions
+from megatron_mok.megatron.flags import AVAILABLE_MODES, MoKOptions, megatron_args, read_options
+from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS, USE_ALLTOALL
+from megatron_mok.runtime import LayerShape, MoKError
+from megatron_mok.runtime.engine import load_engine
 
 logger = logging.getLogger(__name__)
 
 DISPATCHER = "mok"
-_USE_ALLTOALL = "or use --moe-token-dispatcher-type alltoall"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A setting that the fused layer would do wrong or leave undone.
-
-    Attributes:
-        name: the field of the config, or of Megatron's arguments. A Megatron may lack it.
-        refuses: whether a value of the field, in its config, is refused.
-        reason: why.
-        way_out: the flag that resolves it.
-    """
-
-    name: str
-    refuses: Callable[[Any, Any], bool]
-    reason: str
-    way_out: str
-
-    def problem(self, owner: Any) -> str | None:
-        """The line for the error message, or None when `owner` is fine."""
-        if not hasattr(owner, self.name):
-            return None
-        value = getattr(owner, self.name)
-        if not self.refuses(value, owner):
-            return None
-        shown = getattr(value, "__name__", value)
-        return f"{self.name} = {shown}: {self.reason}; {self.way_out}"
-
-
-def _set(value: Any, _: Any) -> bool:
-    return bool(value)
-
-
-def _given(value: Any, _: Any) -> bool:
-    return value is not None
-
-
-def _above_one(value: Any, _: Any) -> bool:
-    return value is not None and value > 1
-
-
-def _captures_moe(impl: Any, config: Any) -> bool:
-    if impl not in ("local", "transformer_engine"):
-        return False
-    modules = {getattr(m, "name", str(m)) for m in (config.cuda_graph_modules or [])}
-    # No module at all means the whole layer.
-    return not modules or bool(modules & {"moe", "moe_router", "moe_preprocess"})
-
-
-def _offloads_experts(modules: Any, config: Any) -> bool:
-    inside = {"expert_fc1", "moe_act", "fused_group_mlp"}
-    return bool(config.fine_grained_activation_offloading and inside & set(modules or ()))
-
-
-_NO_BIAS = "the experts of the fused layer have no bias"
-_ONE_KERNEL = "the fused layer has no separate stages to overlap or delay"
-_EXACT_ROUTES = "the fused layer computes exactly the routes of the router, no more and no fewer"
-_BF16_ONLY = "the fused layer computes in the precision of BF16 weights"
-_NATIVE_LAYOUT = (
-    "the fused layer reads one [2F, H] and one [H, F] weight per expert, gate rows first"
-)
-_NEVER_CALLED = "it hooks the expert linears, which the fused layer does not call"
-_OWN_EXPERTS = (
-    "the fused layer computes the routed experts itself, so this would have no effect on them"
-)
-
-CONFIG_REFUSALS = (
-    Refusal(
-        "expert_tensor_parallel_size",
-        _above_one,
-        "each expert must be whole on its rank (it defaults to the tensor parallel size)",
-        "set --expert-tensor-parallel-size 1",
-    ),
-    Refusal(
-        "expert_gtp_weight_remat_size",
-        _above_one,
-        "each expert must be whole on its rank",
-        "drop --expert-tensor-parallel-num-weight-shards",
-    ),
-    Refusal(
-        "gtp_weight_remat_size",
-        _above_one,
-        "weights sharded by GTP are not supported",
-        "drop --tensor-parallel-num-weight-shards",
-    ),
-    Refusal("add_bias_linear", _set, _NO_BIAS, "set --disable-bias-linear"),
-    Refusal(
-        "gated_linear_unit",
-        lambda value, _: not value,
-        "the fused activation is SwiGLU",
-        f"set --swiglu, {_USE_ALLTOALL}",
-    ),
-    Refusal(
-        "activation_func",
-        lambda value, _: value is not F.silu,
-        "the fused activation is SwiGLU",
-        f"set --swiglu, {_USE_ALLTOALL}",
-    ),
-    Refusal(
-        "activation_func_clamp_value",
-        _given,
-        "clamped SwiGLU is not supported",
-        f"drop --activation-func-clamp-value, {_USE_ALLTOALL}",
-    ),
-    Refusal(
-        "glu_linear_offset",
-        lambda value, _: value != 0.0,
-        "a GLU offset is not supported",
-        f"drop --glu-linear-offset, {_USE_ALLTOALL}",
-    ),
-    Refusal(
-        "activation_func_fp8_input_store",
-        _set,
-        "the fused layer keeps pre-activations in the weights' dtype",
-        "set activation_func_fp8_input_store = False in the config",
-    ),
-    Refusal("fp16", _set, _BF16_ONLY, "set --bf16 in place of --fp16"),
-    Refusal("fp8", _given, _BF16_ONLY, f"drop --fp8-format, {_USE_ALLTOALL}"),
-    Refusal("fp4", _given, _BF16_ONLY, f"drop --fp4-format, {_USE_ALLTOALL}"),
-    Refusal(
-        "quant_recipe", _given, _BF16_ONLY, f"drop --te-precision-config-file, {_USE_ALLTOALL}"
-    ),
-    Refusal("use_kitchen", _set, _BF16_ONLY, f"drop the kitchen flags, {_USE_ALLTOALL}"),
-    Refusal(
-        "moe_expert_capacity_factor", _given, _EXACT_ROUTES, "drop --moe-expert-capacity-factor"
-    ),
-    Refusal(
-        "moe_expert_rank_capacity_factor",
-        _given,
-        _EXACT_ROUTES,
-        "drop --moe-expert-rank-capacity-factor",
-    ),
-    Refusal(
-        "moe_pad_expert_input_to_capacity",
-        _set,
-        _EXACT_ROUTES,
-        "drop --moe-pad-expert-input-to-capacity",
-    ),
-    Refusal(
-        "moe_pad_experts_for_cuda_graph_inference",
-        _set,
-        _EXACT_ROUTES,
-        "drop --moe-pad-experts-for-cuda-graph-inference",
-    ),
-    Refusal(
-        "moe_router_padding_for_quantization",
-        _set,
-        _EXACT_ROUTES,
-        "drop --moe-router-padding-for-quantization",
-    ),
-    Refusal(
-        "moe_token_dropping", _set, _EXACT_ROUTES, "set moe_token_dropping = False in the config"
-    ),
-    Refusal(
-        "moe_apply_probs_on_input",
-        _set,
-        "router probabilities multiply the activation, not the input",
-        f"drop --moe-apply-probs-on-input, {_USE_ALLTOALL}",
-    ),
-    Refusal(
-        "moe_latent_size",
-        _given,
-        "latent experts are not supported",
-        f"drop --moe-latent-size, {_USE_ALLTOALL}",
-    ),
-    Refusal("moe_single_grouped_weight", _set, _NATIVE_LAYOUT, "drop --moe-single-grouped-weight"),
-    Refusal("moe_single_grouped_bias", _set, _NO_BIAS, "drop --moe-single-grouped-bias"),
-    Refusal(
-        "moe_mlp_glu_interleave_size", _given, _NATIVE_LAYOUT, "drop --moe-mlp-glu-interleave-size"
-    ),
-    Refusal(
-        "use_transformer_engine_op_fuser",
-        _set,
-        _OWN_EXPERTS,
-        "drop --use-transformer-engine-op-fuser",
-    ),
-    Refusal("moe_paged_stash", _set, _OWN_EXPERTS, "drop --moe-paged-stash"),
-    Refusal(
-        "offload_modules",
-        _offloads_experts,
-        _OWN_EXPERTS,
-        "drop expert_fc1, moe_act and fused_group_mlp from --offload-modules",
-    ),
-    Refusal(
-        "overlap_moe_expert_parallel_comm",
-        _set,
-        _ONE_KERNEL,
-        "drop --overlap-moe-expert-parallel-comm",
-    ),
-    Refusal("delay_wgrad_compute", _set, _ONE_KERNEL, "drop --delay-wgrad-compute"),
-    Refusal(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        _set,
-        _ONE_KERNEL,
-        "drop --overlap-dispatch-backward-with-experts-wgrad",
-    ),
-    Refusal(
-        "cuda_graph_impl",
-        _captures_moe,
-        "a graph cannot cover part of the fused layer",
-        "set --cuda-graph-impl none or full_iteration, or restrict --cuda-graph-modules to attn "
-        "and mlp",
-    ),
-    Refusal(
-        "transformer_impl",
-        lambda value, _: value == "inference_optimized",
-        "the fused layer is for training and plain evaluation",
-        "set --transformer-impl transformer_engine or local",
-    ),
-    Refusal(
-        "moe_megakernel_backend",
-        _given,
-        "Megatron's own megakernel backends and this plugin exclude each other",
-        f"drop --moe-megakernel-backend, {_USE_ALLTOALL}",
-    ),
-)
-
-ARGS_REFUSALS = (
-    Refusal(
-        "use_megatron_fsdp",
-        _set,
-        "expert weights sharded by FSDP are not supported",
-        "drop --use-megatron-fsdp (--use-distributed-optimizer shards the optimizer state)",
-    ),
-    Refusal(
-        "use_torch_fsdp2",
-        _set,
-        "expert weights sharded by FSDP are not supported",
-        "drop --use-torch-fsdp2 (--use-distributed-optimizer shards the optimizer state)",
-    ),
-    Refusal(
-        "fake_process_group",
-        _set,
-        "ranks that do not exist cannot share memory",
-        f"drop --fake-process-group, {_USE_ALLTOALL}",
-    ),
-    Refusal(
-        "inprocess_restart",
-        _set,
-        "the workspace does not outlive the process groups that it was made for",
-        "drop --inprocess-restart",
-    ),
-    Refusal("save_activations_interval", _given, _NEVER_CALLED, "drop --save-activations-interval"),
-    Refusal("save_dgrads_interval", _given, _NEVER_CALLED, "drop --save-dgrads-interval"),
-    Refusal(
-        "save_tokens_per_expert_interval",
-        _given,
-        _NEVER_CALLED,
-        "drop --save-tokens-per-expert-interval",
-    ),
-)
 
 
 def is_mok(config: Any) -> bool:
@@ -297,23 +48,91 @@ def config_problems(config: Any, args: Any, options: MoKOptions) -> list[str]:
     the fused layer refuses, one line each with the flag that resolves it."""
     problems = [rule.problem(config) for rule in CONFIG_REFUSALS]
     problems += [rule.problem(args) for rule in ARGS_REFUSALS]
-    if options.mode == "dispatch":
+    problems += _shape_problems(config)
+    problems.append(_placement_problem(config))
+    if options.mode not in AVAILABLE_MODES:
         problems.append(
-            "--mok-mode dispatch: not available yet; use --mok-mode fused, "
-            "or --moe-token-dispatcher-type alltoall"
+            f"--mok-mode {options.mode}: not available yet; use --mok-mode fused, {USE_ALLTOALL}"
         )
     return [line for line in problems if line is not None]
 
 
-def check_config(config: Any, args: Any, options: MoKOptions) -> None:
+# A shape that every engine takes, and for each of its sizes the config's field and flag.
+_ANY_SHAPE = LayerShape(
+    hidden=64, ffn=64, num_experts=1, topk=1, max_tokens=1, dtype=torch.bfloat16
+)
+_SHAPE_FIELDS = {
+    "hidden": ("hidden_size", "--hidden-size"),
+    "ffn": ("moe_ffn_hidden_size", "--moe-ffn-hidden-size"),
+    "num_experts": ("num_moe_experts", "--num-experts"),
+    "topk": ("moe_router_topk", "--moe-router-topk"),
+    "dtype": ("params_dtype", "--bf16"),
+}
+
+
+def _shape_problems(config: Any) -> list[str]:
+    problems = []
+    for size, (name, flag) in _SHAPE_FIELDS.items():
+        if size == "dtype" and config.fp16:
+            continue  # has a line of its own
+        try:
+            replace(_ANY_SHAPE, **{size: getattr(config, name)})
+        except ValueError as error:
+            problems.append(f"{name}: {error}; change {flag}, {USE_ALLTOALL}")
+    return problems
+
+
+def _placement_problem(config: Any) -> str | None:
+    # torchrun says how many ranks a host has. Other launchers do not; there the ranks find out
+    # when they make their workspace.
+    ranks_per_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ep = config.expert_model_parallel_size
+    if not ranks_per_host.isdecimal() or ep <= int(ranks_per_host):
+        return None
+    return (
+        f"expert_model_parallel_size = {ep}: ranks share memory within one host, and a host has "
+        f"{ranks_per_host} ranks (LOCAL_WORLD_SIZE); set --expert-model-parallel-size "
+        f"{ranks_per_host} or less"
+    )
+
+
+def layer_problems(config: Any, options: MoKOptions, device: torch.device) -> list[str]:
+    """What stands against a layer on this device, besides `config_problems`; one line each."""
+    problems = []
+    if options.max_tokens_per_rank is None:
+        problems.append(
+            "the most tokens per rank are not known; set --mok-max-tokens-per-rank, or in a "
+            "program megatron_mok.megatron.set_options(MoKOptions(max_tokens_per_rank=...))"
+        )
+    try:
+        load_engine(device.type)
+    except (MoKError, OSError) as error:
+        problems.append(f"no engine for {device.type} tensors: {error}; {USE_ALLTOALL}")
+    if device.type == "cuda" and config.params_dtype != torch.bfloat16:
+        problems.append(
+            f"params_dtype = {config.params_dtype}: the GPU engine computes in BF16; set --bf16"
+        )
+    return problems
+
+
+def check_config(config: Any, device: torch.device | None = None) -> MoKOptions:
     """Refuse what the fused layer cannot do, and switch off what it does without.
 
-    Does nothing for configs of other dispatchers and of models without experts.
+    Looks at the config, and at the arguments and options of this process. Does nothing for configs
+    of other dispatchers and of models without experts.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        device: where a layer is about to be built; None while there is only the config.
+    Returns: the options that the layer is to use.
     Raises: MoKConfigError with every conflict.
     """
+    options, problems = read_options()
     if not is_mok(config) or config.num_moe_experts is None:
-        return
-    problems = config_problems(config, args, options)
+        return options
+    problems = [*problems, *config_problems(config, megatron_args(), options)]
+    if device is not None:
+        problems += layer_problems(config, options, device)
     if problems:
         raise MoKConfigError(*problems)
     if config.moe_shared_expert_overlap:
@@ -329,6 +148,7 @@ def check_config(config: Any, args: Any, options: MoKOptions) -> None:
             "recompute module moe_act has no effect under --moe-token-dispatcher-type mok: the "
             "fused layer always recomputes the activation in backward."
         )
+    return options
 
 
 _warned: set[str] = set()

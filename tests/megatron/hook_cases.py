@@ -6,22 +6,25 @@ import argparse
 import contextlib
 import copy
 import io
+import logging
 import re
+import socket
 from collections import Counter
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from megatron_mok.megatron import MoKOptions, install, set_options
+from megatron_mok.megatron import MoKOptions, install, set_options, validation
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.layer import MoKMoELayer
-from megatron_mok.megatron.validation import ARGS_REFUSALS, CONFIG_REFUSALS
+from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS
 from tests.megatron.layer_cases import pair, relative_difference, run_layer
 from tests.megatron.moe_cases import make_config, make_layer, set_up_parallel
 
@@ -201,9 +204,8 @@ def refused_layers() -> dict[str, str]:
         pass
 
     said = {"subclass": message_of(OwnLayer, make_config("mok"))}
-    said["shape"] = message_of(lambda: make_layer(make_config("mok", hidden_size=96)))
-    said["topk"] = message_of(
-        lambda: make_layer(make_config("mok", num_moe_experts=64, moe_router_topk=33))
+    said["shape"] = message_of(
+        make_config, "mok", hidden_size=96, num_moe_experts=64, moe_router_topk=33
     )
     set_options(MoKOptions())
     said["tokens"] = message_of(lambda: make_layer(make_config("mok")))
@@ -214,6 +216,15 @@ def refused_layers() -> dict[str, str]:
     config.moe_token_dispatcher_type = "mok"
     set_options(MoKOptions(max_tokens_per_rank=8))
     said["late"] = message_of(make_layer, config)
+    if parallel_state.get_expert_model_parallel_rank() == 0:
+        name = socket.gethostname
+        socket.gethostname = lambda: "elsewhere"
+        try:
+            said["hosts"] = message_of(lambda: make_layer(make_config("mok", num_moe_experts=4)))
+        finally:
+            socket.gethostname = name
+    else:
+        said["hosts"] = message_of(lambda: make_layer(make_config("mok", num_moe_experts=4)))
     return said
 
 
@@ -235,11 +246,28 @@ def configs(changes: list[dict[str, Any]]) -> list[str]:
     return [message_of(make_config, "mok", **change) for change in changes]
 
 
-def overlap_is_switched_off() -> bool:
-    """Whether shared-expert overlap is accepted, and the config says that it is off."""
+def less_fused() -> tuple[bool, list[str]]:
+    """What configs with shared-expert overlap and with recompute of the activation log, made
+    twice each; and whether the first then says that the overlap is off."""
     set_up_parallel(2)
-    config = make_config("mok", moe_shared_expert_overlap=True, **SHARED)
-    return not config.moe_shared_expert_overlap and config.moe_token_dispatcher_type == "mok"
+    validation._warned.clear()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    validation.logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            config = make_config("mok", moe_shared_expert_overlap=True, **SHARED)
+            make_config(
+                "mok",
+                recompute_granularity="selective",
+                recompute_modules=["moe_act"],
+                moe_grouped_gemm=True,
+            )
+    finally:
+        validation.logger.removeHandler(handler)
+    assert config.moe_token_dispatcher_type == "mok"
+    return not config.moe_shared_expert_overlap, said
 
 
 def announcements() -> list[str]:
@@ -257,12 +285,13 @@ def refused_on_a_gpu() -> str:
     from megatron_mok.megatron import layer
 
     set_up_parallel(1)
-    device = layer._device
+    device, load_engine = layer._device, validation.load_engine
     layer._device = lambda: torch.device("cuda", 0)
+    validation.load_engine = lambda device_type: None
     try:
-        return message_of(make_layer, make_config("mok"))
+        return message_of(make_layer, make_config("mok", bf16=True))
     finally:
-        layer._device = device
+        layer._device, validation.load_engine = device, load_engine
 
 
 class GroupedLinear(torch.nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megatron_mok.megatron.layer import MoKMoELayer
 from tests.megatron.moe_cases import ROUTERS, make_config, make_layer, set_up_parallel
@@ -98,6 +99,26 @@ def compare_below_the_router(ep: int, tokens: list[int]) -> dict[str, float]:
         result |= {f"d {name}": p.grad for name, p in layer.experts.named_parameters()}
         assert all(value is not None for value in result.values())
         results.append(result)
+    expected, found = results
+    return {name: relative_difference(found[name], expected[name]) for name in expected}
+
+
+def replayed_routes(ep: int) -> dict[str, float]:
+    """As `compare`, with routes that Megatron's router replays from a list."""
+    set_up_parallel(ep)
+    native, fused = pair(moe_enable_routing_replay=True)
+    generator = torch.Generator().manual_seed(11 + torch.distributed.get_rank())
+    ids_TK = torch.rand(48, 8, generator=generator).argsort(dim=1)[:, :2]
+    results = []
+    for layer in (native, fused):
+        replay = layer.router.router_replay
+        replay.set_target_indices(ids_TK)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        results.append(run_layer(layer, 48))
+        replay.clear_router_replay_action()
+        chosen = run_layer(layer, 48)["output"]
+        assert relative_difference(results[-1]["output"], chosen) > 0.1  # other routes than its own
+    RouterReplay.clear_global_router_replay_instances()
     expected, found = results
     return {name: relative_difference(found[name], expected[name]) for name in expected}
 

@@ -50,6 +50,10 @@ def test_padding_mask(ranks):
     assert_close(results, FP32)
 
 
+def test_router_replay(ranks):
+    assert_close(ranks.run("layer_cases.replayed_routes", 2), FP32)
+
+
 @pytest.mark.parametrize("ep", [2, 4])
 def test_tensor_and_sequence_parallel(ranks, ep):
     changes = {"moe_shared_expert_intermediate_size": 64, "tp": 2}

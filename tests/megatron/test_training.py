@@ -52,6 +52,14 @@ def test_training_with_pipeline_parallel(ranks):
     assert_same_training(ranks.run("train_cases.compare", 2, pp=2, **SHARED))
 
 
+def test_per_layer_logging(ranks):
+    native, fused = ranks.run("train_cases.per_layer_logs")[0]
+    layers = [name for name in native if name.startswith("moe/")]
+    assert len(layers) == 4, native  # two losses of two layers
+    assert fused == pytest.approx(native, rel=1e-5)
+    assert all(native[name] > 0 for name in layers)
+
+
 def test_training_in_bf16(ranks):
     assert_same_training(ranks.run("train_cases.compare", 2, fusion=True, bf16=True), 1e-2)
 

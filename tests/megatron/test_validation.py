@@ -3,20 +3,23 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.nn.functional as F
 
-from megatron_mok.megatron import MoKOptions
+from megatron_mok.megatron import MoKOptions, flags, set_options, validation
 from megatron_mok.megatron.errors import MoKConfigError
-from megatron_mok.megatron.validation import (
-    ARGS_REFUSALS,
-    CONFIG_REFUSALS,
-    check_config,
-    config_problems,
-)
+from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS
+from megatron_mok.megatron.validation import check_config, config_problems, layer_problems
+from megatron_mok.runtime import MoKUnsupportedError
 
 FINE = {
     "moe_token_dispatcher_type": "mok",
     "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "hidden_size": 128,
+    "moe_ffn_hidden_size": 192,
+    "params_dtype": torch.bfloat16,
+    "expert_model_parallel_size": 2,
     "moe_shared_expert_overlap": False,
     "recompute_granularity": None,
     "expert_tensor_parallel_size": 1,
@@ -103,7 +106,8 @@ def problems(**changes):
 
 def test_fine_config_has_no_problems():
     assert problems() == []
-    check_config(config(), SimpleNamespace(use_megatron_fsdp=False), MoKOptions())
+    assert config_problems(config(), SimpleNamespace(use_megatron_fsdp=False), MoKOptions()) == []
+    check_config(config())
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -139,20 +143,90 @@ def test_arguments_are_refused(rule):
     assert line.startswith(f"{rule.name} = True: ")
 
 
-def test_all_conflicts_in_one_error():
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 96}, "hidden_size: hidden is 96; allowed is a positive multiple of 64"),
+        ({"moe_ffn_hidden_size": 1000}, "moe_ffn_hidden_size: ffn is 1000; allowed"),
+        ({"num_moe_experts": 2048}, "num_moe_experts: num_experts is 2048; allowed is 1 to 1024"),
+        ({"moe_router_topk": 33}, "moe_router_topk: topk is 33; allowed is 1 to 32"),
+        ({"params_dtype": torch.float64}, "params_dtype: dtype is torch.float64; allowed"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_sizes_that_no_engine_takes(change, said):
+    (line,) = problems(**change)
+    assert line.startswith(said)
+    assert "change --" in line
+
+
+@pytest.mark.parametrize("size", [{"hidden_size": 2880}, {"hidden_size": 3584}])
+@pytest.mark.parametrize("ffn", [768, 1408])
+def test_sizes_of_real_models(size, ffn):
+    assert problems(**size, moe_ffn_hidden_size=ffn, num_moe_experts=1024, moe_router_topk=32) == []
+
+
+@pytest.mark.parametrize(("ranks", "refused"), [("1", True), ("2", False), ("8", False)])
+def test_expert_parallel_group_beyond_one_host(monkeypatch, ranks, refused):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    lines = problems()
+    assert len(lines) == refused
+    assert all("set --expert-model-parallel-size 1 or less" in line for line in lines)
+
+
+def test_unknown_number_of_ranks_per_host(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert problems(expert_model_parallel_size=64) == []
+
+
+def test_what_a_layer_needs_besides(monkeypatch):
+    def no_engine(device_type):
+        raise MoKUnsupportedError("it was not built")
+
+    known = MoKOptions(max_tokens_per_rank=8)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert layer_problems(config(), known, cpu) == []
+    monkeypatch.setattr(validation, "load_engine", lambda device_type: None)
+    assert layer_problems(config(), known, gpu) == []
+    (line,) = layer_problems(config(params_dtype=torch.float32), known, gpu)
+    assert line.endswith("set --bf16")
+    monkeypatch.setattr(validation, "load_engine", no_engine)
+    lines = layer_problems(config(), MoKOptions(), gpu)
+    assert "set --mok-max-tokens-per-rank" in lines[0]
+    assert "no engine for cuda tensors: it was not built" in lines[1]
+
+
+def test_all_conflicts_in_one_error(monkeypatch):
+    """Of config, arguments, options, sizes and device."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    args = SimpleNamespace(
+        use_torch_fsdp2=True, mok_mode="dispatch", mok_host_threads=-1, mok_inner_timeout_s=0.0
+    )
+    monkeypatch.setattr(validation, "megatron_args", lambda: args)
+    monkeypatch.setattr(flags, "megatron_args", lambda: args)
+    wrong = config(**REFUSED, hidden_size=96, moe_router_topk=33)
     with pytest.raises(MoKConfigError) as caught:
-        check_config(
-            config(**REFUSED),
-            SimpleNamespace(use_torch_fsdp2=True),
-            MoKOptions(mode="dispatch"),
-        )
-    assert len(caught.value.problems) == len(REFUSED) + 2
+        check_config(wrong, torch.device("cpu"))
+    # Beyond the tables: FSDP, three options, two sizes, one host, no number of tokens.
+    assert len(caught.value.problems) == len(REFUSED) + 8
     assert all(line in str(caught.value) for line in caught.value.problems)
+    named = " ".join(caught.value.problems)
+    for flag in ("--mok-host-threads", "--mok-inner-timeout-s", "--mok-mode", "--use-torch-fsdp2"):
+        assert flag in named
 
 
 def test_other_dispatchers_and_dense_models_are_left_alone():
-    check_config(config(**REFUSED | {"moe_token_dispatcher_type": "alltoall"}), None, MoKOptions())
-    check_config(config(**REFUSED | {"num_moe_experts": None}), None, MoKOptions())
+    check_config(config(**REFUSED | {"moe_token_dispatcher_type": "alltoall"}))
+    check_config(config(**REFUSED | {"num_moe_experts": None}))
+
+
+def test_dispatch_mode_is_refused_while_it_is_not_there():
+    set_options(MoKOptions(mode="dispatch"))
+    try:
+        with pytest.raises(MoKConfigError, match="--mok-mode dispatch: not available yet"):
+            check_config(config())
+    finally:
+        set_options(None)
 
 
 def test_fields_that_a_version_lacks_are_no_problem():

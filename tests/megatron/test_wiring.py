@@ -49,13 +49,17 @@ def test_changed_experts_are_refused(ranks):
 
 
 def test_layers_refused_at_construction(ranks):
-    said = ranks.run("hook_cases.refused_layers")[0]
+    answers = ranks.run("hook_cases.refused_layers")
+    said = answers[0]
     assert "OwnLayer" in said["subclass"]
     assert "hidden is 96" in said["shape"]
-    assert "topk is 33" in said["topk"]
+    assert "topk is 33" in said["shape"]
     assert "--mok-max-tokens-per-rank" in said["tokens"]
     assert "--mok-mode dispatch: not available yet" in said["dispatch"]
     assert "drop --moe-expert-capacity-factor" in said["late"]
+    for said in answers:
+        assert "the EP group spans the hosts" in said["hosts"]
+        assert "or use --moe-token-dispatcher-type alltoall" in said["hosts"]
 
 
 def test_calls_refused(ranks):
@@ -82,8 +86,13 @@ def test_configs_refused_without_argparse(ranks):
     assert texts[1:] == ["", ""]
 
 
-def test_shared_expert_overlap_is_switched_off(ranks):
-    assert all(ranks.run("hook_cases.overlap_is_switched_off"))
+def test_less_fused_is_a_warning_once_on_one_rank(ranks):
+    answers = ranks.run("hook_cases.less_fused")
+    assert all(off for off, _ in answers)
+    overlap, moe_act = answers[0][1]
+    assert "moe_shared_expert_overlap has no effect" in overlap
+    assert "moe_act has no effect" in moe_act
+    assert all(said == [] for _, said in answers[1:])
 
 
 def test_one_line_says_what_runs(ranks):

@@ -236,6 +236,30 @@ def compare(
     }
 
 
+class _Board:
+    """Stands for a TensorBoard writer."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, name: str, value: Any, step: int) -> None:
+        self.scalars[name] = float(value)
+
+
+def per_layer_logs() -> list[dict[str, float]]:
+    """What --moe-per-layer-logging writes after a step under alltoall and under mok."""
+    set_up_parallel(2)
+    boards = []
+    for dispatcher in ("alltoall", "mok"):
+        Trainer(dispatcher, moe_z_loss_coeff=1e-3).step()
+        board = _Board()
+        get_moe_metrics_tracker().report(
+            1 / MICROBATCHES, 1, writer=board, per_layer_logging=True, num_layers=2
+        )
+        boards.append(board.scalars)
+    return boards
+
+
 def _worst(found: list[float], expected: list[float]) -> float:
     return max(
         (abs(f - e) / (abs(e) or 1.0) for f, e in zip(found, expected, strict=True)), default=0.0
