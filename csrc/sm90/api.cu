@@ -221,8 +221,8 @@ void run_forward(MokWorkspace& ws, const MokForwardArgs& args) {
   params.output = static_cast<uint8_t*>(args.output);
   ForwardMaps forward_maps = ws.forward_maps;
   if (args.saved.rows > 0) {
-    forward_maps.store_preact = make_matrix_map(args.saved.preact, args.saved.rows,
-                                                2 * int64_t{ws.shape.ffn}, kWarpgroupRows);
+    forward_maps.half_preact = make_matrix_map(args.saved.preact, args.saved.rows,
+                                               2 * int64_t{ws.shape.ffn}, kWarpgroupRows);
   }
   check_cuda(launch_forward(params, forward_maps, ws.ctas, stream), "launching the forward kernel");
 }

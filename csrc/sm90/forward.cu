@@ -67,7 +67,11 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
     }
     const uint32_t ticket = atomicAdd(tickets, 1u);
     const bool fc1 = task.phase == MOK_PHASE_FC1;
-    const CUtensorMap* map_a = fc1 ? &maps.rows : &maps.activations;
+    // A block of few rows leaves the second warpgroup idle; its rows need not be loaded.
+    const bool half = task.rows <= kWarpgroupRows;
+    const uint32_t bytes = half ? kStageBytes - kOperandABytes / 2 : kStageBytes;
+    const CUtensorMap* map_a = fc1 ? (half ? &maps.half_rows : &maps.rows)
+                                   : (half ? &maps.half_activations : &maps.activations);
     const CUtensorMap* map_b = (fc1 ? p.fc1_maps : p.fc2_maps) + task.expert;
     const int32_t row = task.block % (fc1 ? g.row_ring_blocks : g.activation_ring_blocks) * kTileM;
     const int32_t steps = k_steps(task.phase, g);
@@ -76,7 +80,7 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
         return;
       }
       const uint32_t full = StageRing::full(smem, stage.slot);
-      barrier_expect(full, kStageBytes);
+      barrier_expect(full, bytes);
       load_tensor_2d(StageRing::operand_a(smem, stage.slot), map_a, full, k * kTileK, row,
                      CachePolicy::kEvictLast);
       if (fc1) {
@@ -143,9 +147,9 @@ MOK_DEVICE bool store_fc1(const Task& task, const ForwardParams& p, const Forwar
   if (task.block < p.saved_blocks) {
     const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
       const int32_t row = task.block * kTileM + h * kWarpgroupRows;
-      store_boxes(&maps.store_preact, data, boxes, column, row);
-      store_boxes(&maps.store_preact, data + kTileF / kBoxColumns * kBoxBytes, boxes,
-                  g.ffn + column, row);
+      store_boxes(&maps.half_preact, data, boxes, column, row);
+      store_boxes(&maps.half_preact, data + kTileF / kBoxColumns * kBoxBytes, boxes, g.ffn + column,
+                  row);
     });
     if (!ok) return false;
   }
@@ -158,7 +162,7 @@ MOK_DEVICE bool store_fc1(const Task& task, const ForwardParams& p, const Forwar
     acquire_for_copies();
   }
   const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
-    store_boxes(&maps.store_activations, data, boxes, column,
+    store_boxes(&maps.half_activations, data, boxes, column,
                 task.block % g.activation_ring_blocks * kTileM + h * kWarpgroupRows);
   });
   if (!ok) return false;

@@ -15,11 +15,13 @@ struct ForwardParams : CallParams {
   int32_t saved_blocks;         // row blocks whose pre-activations are kept
 };
 
+// Tensor maps of boxes of 64 columns: 128 rows for a row block, 64 for what a warpgroup has of it.
 struct ForwardMaps {
-  CUtensorMap rows;               // row ring, boxes of 128 rows and 64 columns
-  CUtensorMap activations;        // activation ring, likewise
-  CUtensorMap store_activations;  // boxes of 64 rows and 64 columns
-  CUtensorMap store_preact;       // likewise over the saved pre-activations; unused if none are
+  CUtensorMap rows;  // of the row ring
+  CUtensorMap half_rows;
+  CUtensorMap activations;  // of the activation ring
+  CUtensorMap half_activations;
+  CUtensorMap half_preact;  // of the saved pre-activations; unused if none are
 };
 
 cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps, int32_t ctas,

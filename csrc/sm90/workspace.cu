@@ -100,7 +100,6 @@ uint64_t nanoseconds(int32_t milliseconds, int32_t otherwise) {
 }
 
 }  // namespace
-
 }  // namespace mok::sm90
 
 MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
@@ -183,8 +182,9 @@ void MokWorkspace::set_up_forward(const mok::sm90::LocalLayout& at) {
   const int64_t num_activations = ring_rows(geometry, geometry.activation_ring_blocks);
   row_ring = rows;
   forward_maps.rows = make_matrix_map(rows, num_rows, shape.hidden, kTileM);
+  forward_maps.half_rows = make_matrix_map(rows, num_rows, shape.hidden, kWarpgroupRows);
   forward_maps.activations = make_matrix_map(activations, num_activations, shape.ffn, kTileM);
-  forward_maps.store_activations =
+  forward_maps.half_activations =
       make_matrix_map(activations, num_activations, shape.ffn, kWarpgroupRows);
 }
 

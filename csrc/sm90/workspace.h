@@ -57,7 +57,7 @@ struct MokWorkspace {
   mok::sm90::Watchdog dog{};
   uint8_t* row_ring = nullptr;  // of forward
   mok::sm90::BackwardRings backward_rings{};
-  mok::sm90::ForwardMaps forward_maps{};    // store_preact is set for each call
+  mok::sm90::ForwardMaps forward_maps{};    // half_preact is set for each call
   mok::sm90::BackwardMaps backward_maps{};  // saved_preact likewise
   mok::sm90::MapSets weight_maps;           // fc1, then fc2; for FC1 and FC2
   mok::sm90::MapSets dgrad_maps;            // likewise, for their data gradients

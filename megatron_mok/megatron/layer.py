@@ -59,7 +59,6 @@ class MoKMoELayer(MoELayer):
                 "whole on its rank; set --expert-tensor-parallel-size 1"
             )
         shape = _layer_shape(config, options)
-        _check_trainable(_device())
         workspace = _shared_workspace(shape, self.ep_group, options)
         # After `experts`: parameters are named by the first module that holds them.
         self.fused_experts = FusedExperts(
@@ -197,15 +196,6 @@ def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> 
             flush=True,
         )
     return workspace
-
-
-def _check_trainable(device: torch.device) -> None:
-    if device.type == "cuda":
-        raise MoKConfigError(
-            "the GPU engine computes the forward only so far, so no layer can be trained on it: "
-            "use --moe-token-dispatcher-type alltoall, or call megatron_mok.ops.fused_moe under "
-            "torch.no_grad()"
-        )
 
 
 def _device() -> torch.device:
