@@ -19,13 +19,14 @@ precision, seed; see configs/ for examples. A wrong key or value is reported bef
 def _epilog() -> str:
     from megatron_mok.compare.arms import ARMS
 
-    arms = "\n".join(f"  {name:<10}{' '.join(arm.flags)}" for name, arm in ARMS.items())
+    arms = "\n".join(f"  {name:<14}{' '.join(arm.flags)}" for name, arm in ARMS.items())
     return f"""\
 arms (the config's `arms` list, or --arms; the first is the reference):
 {arms}
 
 written to the output folder:
   results.json     machine, versions, one row per arm, every step's losses and times
+  results.csv      the rows alone
   report.png       loss curves, their differences, throughput
   ARM/megatron.log everything Megatron printed in that arm
   ARM/rank*.jsonl  what each rank recorded: step times, losses, hashes of weights and tokens
@@ -34,7 +35,12 @@ examples:
   megatron-mok compare configs/tiny_deepseek_v3.yaml
   megatron-mok compare configs/tiny_deepseek_v3.yaml --arms alltoall,mok --steps 20 --out /tmp/try
 
-exit status: 0 all arms ran; 1 an arm failed; 2 wrong configuration; 130 interrupted
+An arm that cannot run here has the reason in its row. The first arm runs twice: the second time its
+expert weights start one last place away, and what that does to the loss is the yardstick for the
+differences of the others (--no-yardstick leaves it out).
+
+exit status: 0 every arm that can run here did; 1 an arm failed, or a required arm cannot run;
+2 wrong configuration; 130 interrupted
 """
 
 
@@ -57,6 +63,19 @@ def add_parser(subparsers) -> None:
         "--arms", metavar="A,B", help="run these arms instead of the config's, comma-separated"
     )
     parser.add_argument(
+        "--require",
+        metavar="A,B",
+        default="",
+        help="of the arms, those whose absence is an error (exit status 1), comma-separated",
+    )
+    parser.add_argument(
+        "--no-yardstick",
+        dest="yardstick",
+        action="store_false",
+        default=None,
+        help="do not train the first arm again with its experts moved by 1 ulp",
+    )
+    parser.add_argument(
         "--steps", metavar="N", type=int, help="train N steps instead of the config's train.steps"
     )
     parser.set_defaults(run=run)
@@ -70,15 +89,16 @@ def run(args: argparse.Namespace) -> int:
     from megatron_mok.compare.data import DataError
     from megatron_mok.compare.plot import write_chart
     from megatron_mok.compare.progress import ConsoleDisplay
-    from megatron_mok.compare.report import print_report, write_json
+    from megatron_mok.compare.report import print_report, write_csv, write_json
     from megatron_mok.compare.runner import CompareError, run_comparison
     from megatron_mok.compare.summary import summarize
     from megatron_mok.results import command_line
 
     try:
         config = configs.load(args.config)
-        arms = None if args.arms is None else tuple(a.strip() for a in args.arms.split(","))
-        config = config.replace(arms=arms, steps=args.steps)
+        arms = None if args.arms is None else _names(args.arms)
+        config = config.replace(arms=arms, steps=args.steps, yardstick=args.yardstick)
+        require = _required(args.require, config.arms)
     except configs.ConfigError as error:
         return _fail(2, f"{args.config}: {error}")
 
@@ -87,17 +107,32 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     try:
         with ConsoleDisplay(console) as display:
-            results = run_comparison(config, out, display)
+            results = run_comparison(config, out, display, require)
     except DataError as error:
         return _fail(2, f"{args.config}: {error}")
     except CompareError as error:
         return _fail(1, str(error))
     rows = summarize(config, results)
     write_json(out / "results.json", command_line(), config, results, rows)
+    write_csv(out / "results.csv", rows)
     write_chart(out / "report.png", config, results, rows)
     print_report(console, config, results, rows)
-    console.print(f"Written to {out}/: results.json, report.png, logs", soft_wrap=True)
+    console.print(f"Written to {out}/: results.json, results.csv, report.png, logs", soft_wrap=True)
     return 1 if any(row.failure for row in rows) else 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _required(text: str, arms: tuple[str, ...]) -> tuple[str, ...]:
+    from megatron_mok.compare.config import ConfigError
+
+    names = _names(text) if text else ()
+    for name in names:
+        if name not in arms:
+            raise ConfigError(f"--require: {name!r} is not among the arms ({', '.join(arms)})")
+    return names
 
 
 def _fail(status: int, message: str) -> int:

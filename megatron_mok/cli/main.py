@@ -4,9 +4,9 @@ import argparse
 import signal
 import sys
 
-from . import bench, compare
+from . import bench, compare, doctor
 
-_SUBCOMMANDS = (compare, bench)
+_SUBCOMMANDS = (compare, bench, doctor)
 """Modules with `add_parser(subparsers)`, which sets `run`: a function from the parsed arguments to
 an exit status."""
 

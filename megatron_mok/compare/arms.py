@@ -1,22 +1,62 @@
 """The arms of a comparison: ways to dispatch tokens that Megatron can be told to use."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import probe
+
+if TYPE_CHECKING:
+    from .config import CompareConfig
 
 
-def _always(device: str) -> str | None:
+def _training(device: str) -> str | None:
+    return probe.no_gpu_training() if device == "cuda" else None
+
+
+def _any_config(config: CompareConfig) -> str | None:
     return None
+
+
+def _flex(backend: str) -> Callable[[str], str | None]:
+    def unavailable(device: str) -> str | None:
+        if device == "cpu":
+            return "needs GPUs (device: cuda)"
+        return _training(device) or probe.no_flex_backend(backend)
+
+    return unavailable
+
+
+def _between_ranks(config: CompareConfig) -> str | None:
+    # Megatron asserts it when it builds the dispatcher.
+    sizes = config.parallel
+    if sizes.expert_model_parallel_size * sizes.tensor_model_parallel_size > 1:
+        return None
+    return "needs more than one rank (expert x tensor parallel size is 1)"
+
+
+def _fp32_probs(config: CompareConfig) -> str | None:
+    if config.model.moe_router_dtype != "fp32":
+        return f"needs moe_router_dtype: fp32 (given: {config.model.moe_router_dtype})"
+    return None
+
+
+def _fp32_probs_between_ranks(config: CompareConfig) -> str | None:
+    return _between_ranks(config) or _fp32_probs(config)
 
 
 def _mok(device: str) -> str | None:
-    from megatron_mok.runtime.engine import load_engine
-    from megatron_mok.runtime.errors import MoKError
+    return _training(device) or probe.no_engine(device)
 
-    try:
-        load_engine(device)
-    except (MoKError, OSError) as error:
-        return str(error)
-    return None
+
+def _mok_dispatch(device: str) -> str | None:
+    from megatron_mok.megatron.flags import AVAILABLE_MODES
+
+    if "dispatch" not in AVAILABLE_MODES:
+        return "--mok-mode dispatch is not there yet"
+    return _mok(device)
 
 
 @dataclass(frozen=True)
@@ -27,21 +67,54 @@ class Arm:
         name: as in the config and the results.
         flags: the only Megatron arguments in which arms differ.
         plugin: whether megatron_mok's hooks are installed in this arm.
-        unavailable: given the device ("cpu" or "cuda"), why the arm cannot run here, or None.
+        missing: given the device ("cpu" or "cuda"), what this machine lacks for it, or None.
+        unfit: given the comparison, why the arm cannot do it, or None.
     """
 
     name: str
     flags: tuple[str, ...]
     plugin: bool = False
-    unavailable: Callable[[str], str | None] = _always
+    missing: Callable[[str], str | None] = _training
+    unfit: Callable[[CompareConfig], str | None] = _any_config
 
+    def unavailable(self, config: CompareConfig) -> str | None:
+        """Why the arm cannot run this comparison here, or None."""
+        return self.unfit(config) or self.missing(config.device)
+
+
+_DISPATCHER = "--moe-token-dispatcher-type"
+_BACKEND = "--moe-flex-dispatcher-backend"
 
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm("alltoall", ("--moe-token-dispatcher-type", "alltoall")),
-        Arm("allgather", ("--moe-token-dispatcher-type", "allgather")),
-        Arm("mok", ("--moe-token-dispatcher-type", "mok"), plugin=True, unavailable=_mok),
+        Arm("alltoall", (_DISPATCHER, "alltoall")),
+        Arm("allgather", (_DISPATCHER, "allgather")),
+        Arm(
+            "deepep",
+            (_DISPATCHER, "flex", _BACKEND, "deepep"),
+            missing=_flex("deepep"),
+            unfit=_fp32_probs_between_ranks,
+        ),
+        Arm(
+            "hybridep",
+            (_DISPATCHER, "flex", _BACKEND, "hybridep"),
+            missing=_flex("hybridep"),
+            unfit=_fp32_probs,
+        ),
+        Arm(
+            "ncclep",
+            (_DISPATCHER, "flex", _BACKEND, "ncclep"),
+            missing=_flex("ncclep"),
+            unfit=_fp32_probs_between_ranks,
+        ),
+        Arm("mok", (_DISPATCHER, "mok"), plugin=True, missing=_mok),
+        Arm(
+            "mok_dispatch",
+            (_DISPATCHER, "mok", "--mok-mode", "dispatch"),
+            plugin=True,
+            missing=_mok_dispatch,
+        ),
     )
 }
 """Every arm by name, in the order in which help texts list them."""

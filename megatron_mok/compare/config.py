@@ -57,7 +57,7 @@ class ModelConfig:
     moe_router_group_topk: int | None = None
     moe_router_topk_scaling_factor: float | None = None
     moe_router_pre_softmax: bool = False
-    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"  # DeepEP and HybridEP take fp32 only
     moe_router_load_balancing_type: (
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None
     ) = None
@@ -232,6 +232,7 @@ class CompareConfig:
     parallel: ParallelConfig
     train: TrainConfig
     data: DataConfig = field(default_factory=DataConfig)
+    yardstick: bool = True  # train the first arm again with its experts moved by 1 ulp
     megatron_args: tuple[str, ...] = ()  # more of Megatron's flags, for every arm
 
     def __post_init__(self):
@@ -257,10 +258,18 @@ class CompareConfig:
     def tokens_per_step(self) -> int:
         return self.train.global_batch_size * self.model.seq_length
 
-    def replace(self, arms: tuple[str, ...] | None = None, steps: int | None = None):
-        """A copy with other arms or another number of steps; None keeps what there is."""
-        train = self.train if steps is None else dataclasses.replace(self.train, steps=steps)
-        return dataclasses.replace(self, arms=arms or self.arms, train=train)
+    def replace(
+        self,
+        arms: tuple[str, ...] | None = None,
+        steps: int | None = None,
+        yardstick: bool | None = None,
+    ) -> "CompareConfig":
+        """A copy with other arms, number of steps or yardstick; None keeps what there is."""
+        changes = {"arms": arms, "yardstick": yardstick}
+        if steps is not None:
+            changes["train"] = dataclasses.replace(self.train, steps=steps)
+        given = {key: value for key, value in changes.items() if value is not None}
+        return dataclasses.replace(self, **given)
 
 
 def load(path: Path) -> CompareConfig:

@@ -11,18 +11,19 @@ from .summary import Row, is_functional, loss_differences
 
 def write_chart(path: Path, config: CompareConfig, results: list[ArmResult], rows: list[Row]):
     """Draw the arms that ran to a PNG at `path`; draws nothing when none did."""
-    good = [(result, row) for result, row in zip(results, rows, strict=True) if not result.failure]
+    good = [result for result in results if result.ok]
     if not good:
         return
-    colors = {result.arm: COLORS[i % len(COLORS)] for i, result in enumerate(results)}
+    arms = [result for result in good if not result.yardstick]
+    colors = {result.arm: COLORS[i % len(COLORS)] for i, result in enumerate(arms)}
+    colors |= {result.arm: INK for result in good if result.yardstick}
     with png_figure(path, 11, 5.2) as figure:
         grid = figure.add_gridspec(2, 2, width_ratios=(2, 1), height_ratios=(2.2, 1))
         loss_axis = figure.add_subplot(grid[0, 0])
-        _draw_losses(loss_axis, [r for r, _ in good], colors)
-        _draw_differences(
-            figure.add_subplot(grid[1, 0], sharex=loss_axis), [r for r, _ in good], colors
-        )
-        _draw_throughput(figure.add_subplot(grid[:, 1]), [row for _, row in good], colors, config)
+        _draw_losses(loss_axis, arms, colors)
+        _draw_differences(figure.add_subplot(grid[1, 0], sharex=loss_axis), good, colors)
+        timed = [row for row in rows if row.ok and not row.yardstick]
+        _draw_throughput(figure.add_subplot(grid[:, 1]), timed, colors, config)
         figure.suptitle(config.name, x=0.01, ha="left", fontweight="bold")
 
 
@@ -59,8 +60,10 @@ def _draw_differences(axis, results, colors) -> None:
             absolute,
             color=colors[result.arm],
             linewidth=0.8,
-            marker="o",
+            linestyle=":" if result.yardstick else "-",
+            marker="x" if result.yardstick else "o",
             markersize=3.5,
+            label=result.arm,
         )
         largest = max(largest, *absolute)
     if largest > 0:
@@ -68,6 +71,7 @@ def _draw_differences(axis, results, colors) -> None:
         axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axis.yaxis.get_offset_text().set_size(8.5)
         axis.grid(axis="y")
+        axis.legend(frameon=False, fontsize=8.5, loc="upper left")
     else:
         axis.set_yticks([0])
         text = "bitwise equal in every step" if others else "one arm only"

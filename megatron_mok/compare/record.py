@@ -50,8 +50,13 @@ class Recorder:
         self._token_hash.update(batch["tokens"].numpy())
         self._token_hash.update(batch["labels"].numpy())
 
-    def attach(self, training) -> None:
-        """Wrap `train`, `train_step` and `evaluate` of `megatron.training.training`."""
+    def attach(self, training, before_training=None) -> None:
+        """Wrap `train`, `train_step` and `evaluate` of `megatron.training.training`.
+
+        Args:
+            before_training: called with the model chunks and the optimizer when the weights are
+                loaded, before anything is recorded; or None.
+        """
         import torch
 
         from megatron_mok.megatron.replicas import assert_replicas_equal
@@ -63,13 +68,15 @@ class Recorder:
         original_train, original_step = training.train, training.train_step
         original_evaluate = training.evaluate
 
-        def train(forward_step, model, *args, **kwargs):
+        def train(forward_step, model, optimizer, *args, **kwargs):
             nonlocal moe_timer
+            if before_training is not None:
+                before_training(model, optimizer)
             moe_timer = MoETimer(model, on_gpu)
             weights = assert_replicas_equal(model, "before step 1")
             self._write("start", weights=weights, flops=_flops_per_step(training), **_environment())
             self._token_hash = hashlib.sha256()
-            result = original_train(forward_step, model, *args, **kwargs)
+            result = original_train(forward_step, model, optimizer, *args, **kwargs)
             weights = assert_replicas_equal(model, "after the last step")
             self._write("end", weights=weights, peak_bytes=_peak_bytes())
             return result

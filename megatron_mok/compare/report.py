@@ -1,5 +1,6 @@
-"""A comparison's results for people and programs: a table, results.json and a chart."""
+"""A comparison's results for people and programs: a table, results.json and results.csv."""
 
+import csv
 import dataclasses
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from .summary import Row, is_functional
 
 def table(config: CompareConfig, rows: list[Row]) -> Table:
     """The table that `compare` prints; it fits 80 columns."""
-    first = next((row.arm for row in rows if row.failure is None), "the first")
+    first = next((row.arm for row in rows if row.ok), "the first")
     title = Text(config.name, style="bold").append(f"  {_setting(config)}", style="not bold dim")
     grid = Table(
         title=title,
@@ -39,9 +40,15 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
         grid.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if row.failure is not None:
-            grid.add_row(row.arm, Text("failed", style="bold red"))
+            grid.add_row(_name(row), Text("failed", style="bold red"))
+            continue
+        if row.unavailable is not None:
+            grid.add_row(_name(row), Text("not available", style="dim"))
             continue
         difference = f"{row.max_loss_diff:.1e}\n({row.max_rel_loss_diff:.1e})"
+        if row.yardstick:
+            grid.add_row(_name(row), "", "", "", "", f"{row.final_loss:.6f}", difference, "")
+            continue
         grid.add_row(
             row.arm,
             f"{_ms(row.step_ms)}\n({_ms(row.p10)}-{_ms(row.p90)})",
@@ -57,12 +64,23 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
     return grid
 
 
+def _name(row: Row) -> str:
+    return row.arm.replace(" ", "\n", 1)
+
+
 def print_report(console: Console, config: CompareConfig, results, rows: list[Row]) -> None:
-    """Print the table, then why arms failed and what the times do not say."""
+    """Print the table, then why arms are missing or failed and what the times do not say."""
     console.print(table(config, rows))
+    if any(row.yardstick and row.ok for row in rows):
+        console.print(
+            "+1 ulp: the first arm again, its expert weights moved by one last place at the start. "
+            "Loss differences of this size are rounding."
+        )
     if is_functional(config):
         console.print("Times are of CPU ranks: they say nothing about speed on GPUs.")
     for result in results:
+        if result.unavailable is not None:
+            console.print(Text(f"{result.arm}: not available: {result.unavailable}", style="dim"))
         if result.failure is not None:
             console.print(Text(f"{result.arm}: {result.failure}", style="red"))
             for line in result.log_tail:
@@ -73,7 +91,7 @@ def write_json(
     path: Path, command: str, config: CompareConfig, results: list[ArmResult], rows: list[Row]
 ) -> None:
     """Write results.json: the machine, a row per arm, and each arm's steps at full precision."""
-    ran = next((r.history for r in results if r.failure is None), None)
+    ran = next((r.history for r in results if r.ok), None)
     start = ran.start[0] if ran else {}
     on_gpu = config.device == "cuda"
     tree = results_file.header(
@@ -88,6 +106,15 @@ def write_json(
     tree["config"] = dataclasses.asdict(config)
     tree["steps"] = {r.arm: _steps(r) for r in results if r.history is not None}
     results_file.write(path, tree)
+
+
+def write_csv(path: Path, rows: list[Row]) -> None:
+    """Write results.csv: a line per arm with the fields of `Row`; empty where there is no value."""
+    names = [field.name for field in dataclasses.fields(Row)]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)
 
 
 def _ms(value: float) -> str:

@@ -1,13 +1,15 @@
 """Run the arms of a comparison one after the other from the same step-0 weights."""
 
-import importlib.util
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from . import yardstick as yardsticks
 from .args import megatron_args, step0_load_args, step0_save_args
 from .arms import ARMS, Arm
 from .config import CompareConfig
@@ -30,14 +32,23 @@ class ArmResult:
     Attributes:
         arm: its name.
         history: what its ranks recorded; None when it never started.
-        failure: why it has no valid result, or None.
+        failure: why it has no valid result although it ran, or None.
         log_tail: end of the traceback or of the log when it failed.
+        unavailable: why it cannot run here and was left out, or None.
+        yardstick: whether this is the first arm again with its experts moved by 1 ulp.
     """
 
     arm: str
     history: History | None
     failure: str | None = None
     log_tail: tuple[str, ...] = ()
+    unavailable: str | None = None
+    yardstick: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran, with a valid result."""
+        return self.failure is None and self.unavailable is None
 
 
 class Display(Protocol):
@@ -53,22 +64,29 @@ class Display(Protocol):
         """The stage ended; `note` is "" when all went well."""
 
 
-def run_comparison(config: CompareConfig, out: Path, display: Display) -> list[ArmResult]:
+def run_comparison(
+    config: CompareConfig, out: Path, display: Display, require: Sequence[str] = ()
+) -> list[ArmResult]:
     """Prepare the data and the step-0 weights, then train every arm of `config`.
 
     Args:
         out: folder for each arm's log, job and records (`<out>/<arm>/`); made if needed.
+        require: of the arms, those without which there is no use in going on.
 
     Returns:
-        One result per arm, in the order of `config.arms`. A failing arm does not stop the others.
+        One result per arm, in the order of `config.arms`; after the first one that ran, its
+        yardstick. An arm that fails or cannot run here does not stop the others.
 
     Raises:
         DataError: there is no usable data.
-        CompareError: this host cannot run it, or the step-0 weights could not be made.
+        CompareError: this host cannot run it, a required arm or all of them cannot run here, or
+            the step-0 weights could not be made.
         KeyboardInterrupt: after the children were ended.
     """
     if config.device == "cuda":
         _check_gpus(config.parallel.ranks)
+    unavailable = {name: ARMS[name].unavailable(config) for name in config.arms}
+    _check_required(unavailable, require)
     out.mkdir(parents=True, exist_ok=True)
     display.stage("data", None)
     dataset = prepare(config.data.source, config.data.max_bytes)
@@ -77,15 +95,34 @@ def run_comparison(config: CompareConfig, out: Path, display: Display) -> list[A
     common = megatron_args(config, dataset)
     step0 = out / "step0" / "checkpoint"
     try:
-        if any(ARMS[name].unavailable(config.device) is None for name in config.arms):
-            _make_step0(config, common, dataset, step0, display)
+        _make_step0(config, common, dataset, step0, display)
         results: list[ArmResult] = []
+        first: ArmResult | None = None
         for name in config.arms:
-            first = next((r for r in results if r.failure is None), None)
-            results.append(_run_arm(config, ARMS[name], common, step0, out / name, first, display))
+            if reason := unavailable[name]:
+                display.stage(name, config.train.steps)
+                display.finished(name, f"not available: {reason}")
+                results.append(ArmResult(name, None, unavailable=reason))
+                continue
+            run = partial(_run_arm, config, ARMS[name], common, step0, out, display=display)
+            results.append(run(first=first))
+            if first is None and results[-1].ok:
+                first = results[-1]
+                if config.yardstick:
+                    results.append(run(first=first, yardstick=True))
         return results
     finally:
         shutil.rmtree(step0, ignore_errors=True)  # as large as the model; the seed remakes it
+
+
+def _check_required(unavailable: dict[str, str | None], require: Sequence[str]) -> None:
+    missing = {name: reason for name, reason in unavailable.items() if reason is not None}
+    lines = [f"{name}: {reason}" for name, reason in missing.items()]
+    required = [line for name, line in zip(missing, lines, strict=True) if name in require]
+    if required:
+        raise CompareError("required arms cannot run here:\n  " + "\n  ".join(required))
+    if len(missing) == len(unavailable):
+        raise CompareError("no arm can run here:\n  " + "\n  ".join(lines))
 
 
 def _check_gpus(ranks: int) -> None:
@@ -96,11 +133,6 @@ def _check_gpus(ranks: int) -> None:
         raise CompareError(
             f"parallel.ranks is {ranks}, with one GPU each, but this host has {found}; "
             "lower it, or use device: cpu"
-        )
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise CompareError(
-            "device: cuda needs Transformer Engine: pip install 'megatron-mok[te]', or use an "
-            "image that has it"
         )
 
 
@@ -135,25 +167,25 @@ def _run_arm(
     arm: Arm,
     common: list[str],
     step0: Path,
-    folder: Path,
+    out: Path,
+    *,
     first: ArmResult | None,
     display: Display,
+    yardstick: bool = False,
 ) -> ArmResult:
     """Train one arm; `first` is the arm with whose weights and tokens it must start, if any."""
-    reason = arm.unavailable(config.device)
-    if reason is not None:
-        display.stage(arm.name, config.train.steps)
-        display.finished(arm.name, f"not available: {reason}")
-        return ArmResult(arm.name, None, f"not available: {reason}")
+    name = yardsticks.arm_name(arm.name) if yardstick else arm.name
+    folder = out / name.replace(" ", "_")
     job = Job(
         device=config.device,
         plugin=arm.plugin,
         megatron_args=(*common, *arm.flags, *step0_load_args(step0)),
         record_dir=str(folder),
         runner_pid=os.getpid(),
+        move_experts=yardstick,
     )
-    display.stage(arm.name, config.train.steps)
-    status, launch = _wait(config, job, arm.name, display)
+    display.stage(name, config.train.steps)
+    status, launch = _wait(config, job, name, display)
     history = read_history(folder, config.parallel.ranks)
     failure = None
     if status != 0 or history.error is not None:
@@ -161,10 +193,11 @@ def _run_arm(
     elif len(history.steps) != config.train.steps or len(history.end) != config.parallel.ranks:
         failure = f"ended after {len(history.steps)} of {config.train.steps} steps"
     elif first is not None:
-        problem = _difference(first.history, history)
+        problem = _difference(first.history, history, experts_moved=yardstick)
         failure = None if problem is None else f"not comparable to {first.arm}: {problem}"
-    display.finished(arm.name, failure or "")
-    return ArmResult(arm.name, history, failure, _tail(history, launch) if failure else ())
+    display.finished(name, failure or "")
+    tail = _tail(history, launch) if failure else ()
+    return ArmResult(name, history, failure, tail, yardstick=yardstick)
 
 
 def _wait(config, job: Job, name: str, display: Display) -> tuple[int, Launch]:
@@ -200,15 +233,21 @@ def _tail(history: History, launch: Launch) -> tuple[str, ...]:
     return tuple(launch.log_tail())
 
 
-def _difference(first: History, other: History) -> str | None:
-    """How two complete runs differ in their step-0 weights or their tokens; None if they do not."""
+def _difference(first: History, other: History, experts_moved: bool = False) -> str | None:
+    """How two complete runs differ in their step-0 weights or their tokens; None if they do not.
+
+    With `experts_moved`, the weights of experts must differ.
+    """
     for rank, (a, b) in enumerate(zip(first.start, other.start, strict=True)):
         names = a["weights"].keys() | b["weights"].keys()
-        differing = sorted(n for n in names if a["weights"].get(n) != b["weights"].get(n))
-        if differing:
+        differing = {n for n in names if a["weights"].get(n) != b["weights"].get(n)}
+        moved = {n for n in names if yardsticks.is_expert(n)} if experts_moved else set()
+        if not moved <= differing:
+            return f"the expert weights did not move on rank {rank}"
+        if wrong := sorted(differing - moved):
             return (
-                f"{len(differing)} of {len(names)} weights at step 0 differ on rank {rank}, "
-                f"first {differing[0]}"
+                f"{len(wrong)} of {len(names)} weights at step 0 differ on rank {rank}, "
+                f"first {wrong[0]}"
             )
     for number, (a, b) in enumerate(zip(first.steps, other.steps, strict=True), start=1):
         if a.tokens != b.tokens:

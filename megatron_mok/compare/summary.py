@@ -23,7 +23,10 @@ class Row:
         max_loss_diff: largest absolute difference of a step's loss to the first arm's.
         max_rel_loss_diff: the largest relative one.
         speedup: first arm's median step time / this arm's.
-        failure: why the arm has no valid result.
+        failure: why the arm has no valid result although it ran.
+        unavailable: why the arm cannot run here.
+        yardstick: whether this is the first arm again with its experts moved by 1 ulp, whose loss
+            differences are those of rounding.
     """
 
     arm: str
@@ -42,6 +45,13 @@ class Row:
     speedup: float | None = None
     functional: bool = False
     failure: str | None = None
+    unavailable: str | None = None
+    yardstick: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the arm ran, with a valid result."""
+        return self.failure is None and self.unavailable is None
 
 
 def is_functional(config: CompareConfig) -> bool:
@@ -51,7 +61,7 @@ def is_functional(config: CompareConfig) -> bool:
 
 def summarize(config: CompareConfig, results: list[ArmResult]) -> list[Row]:
     """One row per result, in their order."""
-    first = next((r for r in results if r.failure is None), None)
+    first = next((r for r in results if r.ok), None)
     return [_row(config, result, first) for result in results]
 
 
@@ -77,9 +87,16 @@ def _timed(config: CompareConfig, values: list[float]) -> list[float]:
 def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> Row:
     ep = config.parallel.expert_model_parallel_size
     functional = is_functional(config)
-    if result.failure is not None:
-        steps = len(result.history.steps) if result.history else 0
-        return Row(result.arm, ep, steps, functional=functional, failure=result.failure)
+    if not result.ok:
+        return Row(
+            result.arm,
+            ep,
+            steps=len(result.history.steps) if result.history else 0,
+            functional=functional,
+            failure=result.failure,
+            unavailable=result.unavailable,
+            yardstick=result.yardstick,
+        )
     history = result.history
     ms = timed_ms(config, result)
     median = float(np.median(ms))
@@ -103,4 +120,5 @@ def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> R
         max_rel_loss_diff=max(relative),
         speedup=float(np.median(timed_ms(config, first))) / median,
         functional=functional,
+        yardstick=result.yardstick,
     )

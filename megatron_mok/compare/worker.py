@@ -26,6 +26,7 @@ class Job:
         record_dir: where `rank<r>.jsonl` is written.
         runner_pid: the process that waits for the result; without it there is no use in going on.
         save_step0: folder to save the initial weights to, instead of training; or None.
+        move_experts: whether to move all expert weights by one ulp before the first step.
     """
 
     device: str
@@ -34,6 +35,7 @@ class Job:
     record_dir: str
     runner_pid: int
     save_step0: str | None = None
+    move_experts: bool = False
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1))
@@ -77,12 +79,13 @@ def run(job: Job, recorder: Recorder) -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from .gpt import GPTTask
+    from .yardstick import move_by_one_ulp
 
     _use_built_dataset_helpers()
     sys.argv = ["megatron", *job.megatron_args]
     args = parse_and_validate_args()
     if job.save_step0 is None:
-        recorder.attach(training)
+        recorder.attach(training, move_by_one_ulp if job.move_experts else None)
     else:
         training.train = _save_instead_of_training
     task = GPTTask(on_batch=recorder.batch)

@@ -1,3 +1,5 @@
+import csv
+import dataclasses
 import json
 import struct
 
@@ -9,7 +11,7 @@ from megatron_mok.compare.config import from_dict
 from megatron_mok.compare.history import History, Step, read_history
 from megatron_mok.compare.plot import write_chart
 from megatron_mok.compare.record import record_path
-from megatron_mok.compare.report import print_report, write_json
+from megatron_mok.compare.report import print_report, write_csv, write_json
 from megatron_mok.compare.runner import ArmResult, _difference
 from megatron_mok.compare.summary import summarize
 
@@ -38,11 +40,13 @@ RESULTS = [
     ArmResult("alltoall", history()),
     ArmResult("mok", history([5.0, 4.0, 3.0, 2.5, 2.25, 1.5], scale=0.5)),
     ArmResult("allgather", None, "boom", ("last words",)),
+    ArmResult("deepep", None, unavailable="no deep_ep"),
 ]
+YARDSTICK = ArmResult("alltoall +1 ulp", history([*LOSSES[:-1], 1.5625]), yardstick=True)
 
 
 def test_rows():
-    first, mok, failed = summarize(config(), RESULTS)
+    first, mok, failed, missing = summarize(config(), RESULTS)
     assert first.step_ms == pytest.approx(200)
     assert (first.p10, first.p90) == (pytest.approx(120), pytest.approx(280))
     assert first.tokens_per_s == pytest.approx(8 * 64 / 0.2)
@@ -54,6 +58,8 @@ def test_rows():
     assert mok.functional
     assert mok.tflops_per_gpu is None
     assert (failed.failure, failed.steps, failed.step_ms) == ("boom", 0, None)
+    assert (missing.failure, missing.unavailable, missing.steps) == (None, "no deep_ep", 0)
+    assert [row.ok for row in (first, mok, failed, missing)] == [True, True, False, False]
 
 
 def test_gpu_rows_have_flops_and_are_not_functional():
@@ -71,7 +77,8 @@ def test_first_arm_that_ran_is_the_reference():
 def test_table_fits_80_columns_and_says_why_arms_failed():
     console = Console(width=80, record=True)
     cfg = config()
-    print_report(console, cfg, RESULTS, summarize(cfg, RESULTS))
+    results = [RESULTS[0], YARDSTICK, *RESULTS[1:], ArmResult("mok_dispatch", history())]
+    print_report(console, cfg, results, summarize(cfg, results))
     text = console.export_text()
     assert "…" not in text
     for part in (
@@ -83,6 +90,9 @@ def test_table_fits_80_columns_and_says_why_arms_failed():
         "2.00x",
         "allgather: boom",
         "last words",
+        "deepep: not available: no deep_ep",
+        "+1 ulp",
+        "6.2e-02",
     ):
         assert part in text
 
@@ -98,9 +108,22 @@ def test_json_keeps_every_digit(tmp_path):
     assert {"gpu", "n_gpus", "ranks", "date", "commit", "torch", "megatron", "te"} <= tree.keys()
 
 
+def test_csv_has_a_line_per_arm(tmp_path):
+    rows = summarize(config(), [RESULTS[0], YARDSTICK, *RESULTS[1:]])
+    write_csv(tmp_path / "results.csv", rows)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["arm"] for line in lines] == [row.arm for row in rows]
+    assert [float(line["step_ms"] or "nan") for line in lines[:3]] == [r.step_ms for r in rows[:3]]
+    assert lines[-1]["unavailable"] == "no deep_ep"
+    assert lines[-1]["step_ms"] == ""
+    assert [line["yardstick"] for line in lines[:2]] == ["False", "True"]
+
+
 def test_chart(tmp_path):
     path = tmp_path / "report.png"
-    write_chart(path, config(), RESULTS, summarize(config(), RESULTS))
+    results = [RESULTS[0], YARDSTICK, *RESULTS[1:]]
+    write_chart(path, config(), results, summarize(config(), results))
     import matplotlib.image
 
     pixels = matplotlib.image.imread(path)
@@ -120,6 +143,21 @@ def test_chart(tmp_path):
 )
 def test_arms_must_start_alike(change, message):
     assert _difference(history(), history(**change)) == message
+
+
+def test_yardstick_must_start_with_other_experts_and_nothing_else():
+    def start(**weights):
+        run = history()
+        return dataclasses.replace(run, start=tuple({**s, "weights": weights} for s in run.start))
+
+    name = "0.decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
+    first = start(a="w", **{name: "w"})
+    moved, unmoved = start(a="w", **{name: "v"}), start(a="w", **{name: "w"})
+    assert _difference(first, moved, experts_moved=True) is None
+    assert "did not move on rank 0" in _difference(first, unmoved, experts_moved=True)
+    wrong = start(a="v", **{name: "v"})
+    assert "1 of 2 weights at step 0 differ" in _difference(first, wrong, experts_moved=True)
+    assert name in _difference(first, moved)
 
 
 def test_history_takes_the_slowest_rank_and_whole_lines(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from megatron_mok.cli.main import main
-from megatron_mok.compare.arms import ARMS
 from megatron_mok.compare.history import read_history
 
 STEPS = 12
@@ -54,17 +53,14 @@ def write_config(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """(exit status, output folder, arms) of a run with every arm that there is an engine for."""
+    """(exit status, output folder) of a run of arms of which one cannot run here."""
     folder = tmp_path_factory.mktemp("compare")
-    arms = ["alltoall"]
-    if ARMS["mok"].unavailable("cpu") is None:
-        arms.append("mok")
     patch = pytest.MonkeyPatch()
     patch.setenv("MEGATRON_MOK_CACHE", str(folder / "cache"))
     config = write_config(folder)
-    status = main(["compare", str(config), "--out", str(folder), "--arms", ",".join(arms)])
+    status = main(["compare", str(config), "--out", str(folder), "--arms", "alltoall,deepep,mok"])
     patch.undo()
-    return status, folder, arms
+    return status, folder
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +69,15 @@ def results(comparison):
 
 
 def test_all_arms_run(comparison, results):
-    status, folder, arms = comparison
+    status, folder = comparison
     assert status == 0, [row["failure"] for row in results["rows"]]
-    assert [row["arm"] for row in results["rows"]] == arms
+    assert [row["arm"] for row in results["rows"]] == [
+        "alltoall",
+        "alltoall +1 ulp",
+        "deepep",
+        "mok",
+    ]
+    assert len((folder / "results.csv").read_text().splitlines()) == 5
     assert (folder / "report.png").stat().st_size > 10_000
     assert "iteration        1/" in (folder / "alltoall" / "megatron.log").read_text()
     assert not list(folder.rglob("checkpoint"))  # the step-0 weights are not left behind
@@ -88,14 +90,22 @@ def test_loss_falls_on_text(results):
     assert losses[-1] < losses[0] - 1.2
 
 
+def test_arm_that_cannot_run_says_why_and_stops_nothing(results):
+    row = results["rows"][2]
+    assert row["unavailable"] == "needs GPUs (device: cuda)"
+    assert row["failure"] is None
+    assert "deepep" not in results["steps"]
+
+
 def test_time_in_moe_layers_is_a_part_of_the_step(results):
     for row in results["rows"]:
-        assert 0.05 < row["moe_share"] < 0.95
+        if row["unavailable"] is None:
+            assert 0.05 < row["moe_share"] < 0.95
 
 
 def test_replicas_are_equal_at_start_and_end(comparison):
     # The workers check it; look that they did, and on parameters that have replicas.
-    for arm in comparison[2]:
+    for arm in ("alltoall", "mok"):
         history = read_history(comparison[1] / arm, 2)
         for a, b in ((history.start[0], history.start[1]), (history.end[0], history.end[1])):
             shared = [name for name in a["weights"] if ".experts." not in name]
@@ -108,13 +118,26 @@ def test_replicas_are_equal_at_start_and_end(comparison):
 
 
 def test_arms_agree(results):
-    if len(results["rows"]) == 1:
-        pytest.skip("the host engine is not built")
-    first, mok = results["rows"]
+    first, yardstick, _, mok = results["rows"]
     assert mok["arm"] == "mok"
     # FP32 sums in another order: the largest of 12 steps was 1e-6.
     assert 0 <= mok["max_loss_diff"] < 2e-5
     assert mok["final_loss"] == pytest.approx(first["final_loss"], abs=2e-5)
+    # One last place in the experts is felt, and is no more than that.
+    assert yardstick["yardstick"]
+    assert 0 < yardstick["max_loss_diff"] < 2e-5
+
+
+def test_required_arm_that_cannot_run_is_an_error(tmp_path, capsys):
+    path = write_config(tmp_path)
+    arguments = ["compare", str(path), "--arms", "alltoall,deepep", "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--require", "deepep"]) == 1
+    assert "deepep: needs GPUs (device: cuda)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*arguments, "--require", "mok"]) == 2
+    assert "--require: 'mok' is not among the arms (alltoall, deepep)" in capsys.readouterr().err
+    assert main(["compare", str(path), "--arms", "deepep", "--out", str(tmp_path / "out")]) == 1
+    assert "no arm can run here" in capsys.readouterr().err
 
 
 def test_failing_arm_is_a_row_and_an_exit_status(tmp_path, monkeypatch, capsys):
