@@ -78,10 +78,12 @@ def run(job: Job, recorder: Recorder) -> None:
     )
     from megatron.training.arguments import parse_and_validate_args
 
+    from megatron_mok.megatron.dataset_helpers import use_built_helpers
+
     from .gpt import GPTTask
     from .yardstick import move_by_one_ulp
 
-    _use_built_dataset_helpers()
+    use_built_helpers()
     sys.argv = ["megatron", *job.megatron_args]
     args = parse_and_validate_args()
     if job.save_step0 is None:
@@ -104,17 +106,6 @@ def _save_instead_of_training(forward_step, model, optimizer, scheduler, *args, 
 
     save_checkpoint(0, model, optimizer, scheduler, num_floating_point_operations_so_far=0)
     return 0, 0
-
-
-def _use_built_dataset_helpers() -> None:
-    # Megatron runs `make` for its dataset helpers at start, but the wheel has them built and has
-    # no Makefile: the run would end there.
-    from importlib.util import find_spec
-
-    from megatron.core.datasets import utils
-
-    if find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        utils.compile_helpers = lambda: None
 
 
 def _exit_without(torchrun_pid: int, runner_pid: int) -> None:

@@ -194,6 +194,7 @@ def _patch_tensor_types() -> None:
 
 def _patch_megatron() -> None:
     from megatron.core.models import backends
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -214,6 +215,42 @@ def _patch_megatron() -> None:
 
     moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+    _patch_optimizer_state(DistributedOptimizer)
+
+
+def _patch_optimizer_state(optimizer_class) -> None:
+    """Saving and loading of the distributed optimizer, which is written for fused Adam, with
+    PyTorch's Adam, the one there is without CUDA."""
+    native_state_dict, native_load = optimizer_class.state_dict, optimizer_class.load_state_dict
+    native_set = optimizer_class._set_main_param_and_optimizer_states
+
+    def state_dict(self):
+        # Asked for before the first step too, as the place to load into.
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return native_state_dict(self)
+
+    @torch.no_grad()  # FP32 main weights are views of leaves
+    def load_state_dict(self, state_dict):
+        # The original loses it, or gives all parameters one counter, which each would count up.
+        step = float(state_dict["optimizer"]["param_groups"][0]["step"])
+        native_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(step)
+
+    def set_states(self, parameter, tensors):
+        # Some formats leave the step out; load_state_dict sets it.
+        native_set(self, parameter, {"step": torch.tensor(0.0), **tensors})
+
+    optimizer_class.state_dict = state_dict
+    optimizer_class.load_state_dict = load_state_dict
+    optimizer_class._set_main_param_and_optimizer_states = set_states
 
 
 def _rng_tracker_class(random):

@@ -130,6 +130,17 @@ class Trainer:
         self.model.enable_forward_pre_hook()
         return losses
 
+    def logits(self) -> torch.Tensor:
+        """[b, s, vocab] logits of one evaluation batch of this rank; one pipeline stage."""
+        self.model.disable_forward_pre_hook()
+        self.model.eval()
+        tokens = next(self._batches(2000))[:, :-1].contiguous()
+        with torch.no_grad():
+            logits = self.model(tokens, *_positions_and_mask(tokens))
+        self.model.train()
+        self.model.enable_forward_pre_hook()
+        return logits
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """Copies of this rank's parameters, after the last step's all-gather."""
         self.model.disable_forward_pre_hook()
@@ -164,12 +175,18 @@ class Trainer:
     def _forward_step(self, batches: Iterator[torch.Tensor], model: Any) -> tuple[Any, Any]:
         text = next(batches)
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        positions = torch.arange(SEQUENCE).expand_as(tokens)
-        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
         losses = model(
-            tokens, positions, mask, labels=labels, loss_mask=torch.ones_like(labels).float()
+            tokens,
+            *_positions_and_mask(tokens),
+            labels=labels,
+            loss_mask=torch.ones_like(labels).float(),
         )
         return losses, partial(_mean_loss)
+
+
+def _positions_and_mask(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    return torch.arange(SEQUENCE).expand_as(tokens), mask
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,0 +1,100 @@
+"""An unmodified training script through the launcher, on two CPU ranks at EP 2."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("pretrain_script.py")
+STEPS, SAVE_EVERY, DIE_AT = 8, 3, 5
+ARGS = [
+    *("--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=128", "--num-attention-heads=2"),
+    *("--seq-length=32", "--max-position-embeddings=32", "--swiglu", "--disable-bias-linear"),
+    *("--normalization=RMSNorm", "--position-embedding-type=rope"),
+    *("--untie-embeddings-and-output-weights", "--attention-dropout=0", "--hidden-dropout=0"),
+    *("--num-experts=4", "--moe-router-topk=2", "--moe-ffn-hidden-size=64"),
+    *("--moe-router-dtype=fp32", "--moe-router-load-balancing-type=aux_loss"),
+    *("--moe-aux-loss-coeff=1e-2", "--expert-model-parallel-size=2"),
+    # The end of document is 255 or 256, by version.
+    *("--mock-data", "--tokenizer-type=NullTokenizer", "--vocab-size=256"),
+    "--make-vocab-size-divisible-by=512",
+    *("--micro-batch-size=2", "--global-batch-size=8", f"--train-iters={STEPS}", "--lr=1e-2"),
+    *("--lr-decay-style=constant", "--log-interval=1", "--eval-iters=0", "--eval-interval=1000"),
+    *("--use-distributed-optimizer", "--ckpt-format=torch_dist", f"--save-interval={SAVE_EVERY}"),
+]
+
+
+def run(folder, name, dispatcher, *args, die_at=None):
+    """Train through the launcher. Returns (exit status, losses as hex by rank, step and
+    microbatch, the log)."""
+    losses = folder / f"{name}.losses"
+    env = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONWARNINGS": "ignore",
+        "SCRIPT_LOSSES": str(losses),
+    }
+    if die_at is not None:
+        env["SCRIPT_DIE_AT"] = str(die_at)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "-m", "megatron_mok.megatron.launcher", "--cpu", str(SCRIPT)]
+    command += [*ARGS, f"--data-cache-path={folder / 'cache'}", *args]
+    command.append(f"--moe-token-dispatcher-type={dispatcher}")
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        done = subprocess.run(
+            command, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=200, check=False
+        )
+    lines = losses.read_text().splitlines() if losses.exists() else []
+    found = {}
+    for rank, step, loss in map(str.split, lines):
+        found.setdefault((int(rank), int(step)), []).append(loss)
+    return done.returncode, found, log.read_text(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    status, losses, log = run(folder, "mok", "mok")
+    assert status == 0, log[-3000:]
+    assert len(losses) == 2 * STEPS
+    return losses, log
+
+
+def test_says_what_runs(uninterrupted):
+    lines = [line for line in uninterrupted[1].splitlines() if line.startswith("megatron_mok: ")]
+    assert len(lines) == 1
+    assert "fused MoE layers, engine host, expert-parallel group of 2" in lines[0]
+
+
+def test_losses_are_those_of_alltoall(uninterrupted, tmp_path):
+    status, native, log = run(tmp_path, "alltoall", "alltoall")
+    assert status == 0, log[-3000:]
+    assert "megatron_mok: " not in log
+    assert native.keys() == uninterrupted[0].keys()
+    for key, losses in native.items():
+        numbers, expected = (
+            [float.fromhex(text) for text in texts] for texts in (uninterrupted[0][key], losses)
+        )
+        assert numbers == pytest.approx(expected, rel=1e-5), key
+    first, last = ([float.fromhex(x) for x in native[0, step]] for step in (1, STEPS))
+    assert sum(last) < sum(first)
+
+
+def test_resumes_bitwise_after_kill_9(uninterrupted, tmp_path):
+    """Killed between two completed saves, and started again with the same command."""
+    checkpoint = [f"--save={tmp_path / 'checkpoint'}", f"--load={tmp_path / 'checkpoint'}"]
+    status, killed, log = run(tmp_path, "killed", "mok", *checkpoint, die_at=DIE_AT)
+    assert status != 0
+    assert {step for _, step in killed} == set(range(1, DIE_AT + 1)), log[-3000:]
+    saved = (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").read_text()
+    assert int(saved) == SAVE_EVERY
+
+    status, resumed, log = run(tmp_path, "resumed", "mok", *checkpoint)
+    assert status == 0, log[-3000:]
+    assert {step for _, step in resumed} == set(range(SAVE_EVERY + 1, STEPS + 1))
+    for key, losses in resumed.items():
+        assert losses == uninterrupted[0][key], key
