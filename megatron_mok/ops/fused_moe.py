@@ -118,7 +118,8 @@ class _FusedMoEIntoMainGrad(torch.autograd.Function):
         into_main = [
             want and _has_fp32_main_grad(p) for want, p in zip(wanted, ctx.parameters, strict=True)
         ]
-        grads = empty_weight_grads(weights, wanted)
+        fresh = [want and not main for want, main in zip(wanted, into_main, strict=True)]
+        grads = empty_weight_grads(weights, fresh)
         for i, main in enumerate(into_main):
             if main:
                 grads[i] = ctx.parameters[i].main_grad
