@@ -280,20 +280,6 @@ def announcements() -> list[str]:
     return output.getvalue().splitlines()
 
 
-def refused_on_a_gpu() -> str:
-    """What the construction of a layer says where its tensors would be on a GPU."""
-    from megatron_mok.megatron import layer
-
-    set_up_parallel(1)
-    device, load_engine = layer._device, validation.load_engine
-    layer._device = lambda: torch.device("cuda", 0)
-    validation.load_engine = lambda device_type: None
-    try:
-        return message_of(make_layer, make_config("mok", bf16=True))
-    finally:
-        layer._device, validation.load_engine = device, load_engine
-
-
 class GroupedLinear(torch.nn.Module):
     """Stands for Transformer Engine's grouped linear: its parameters, multiplied one by one."""
 

@@ -103,11 +103,6 @@ def test_one_line_says_what_runs(ranks):
         assert part in line
 
 
-def test_gpu_layers_are_refused_at_construction(ranks):
-    """Until the GPU engine has a backward: not at the first one."""
-    assert "forward only so far" in ranks.run("hook_cases.refused_on_a_gpu")[0]
-
-
 def test_install_is_idempotent(ranks):
     assert all(ranks.run("hook_cases.installs_once"))
 
