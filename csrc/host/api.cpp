@@ -86,9 +86,7 @@ std::string first_of(std::initializer_list<std::string> reasons) {
 // The pointers of a call with tokens; without tokens they may be anything.
 std::string missing_tokens(const MokRoutes& routes, std::initializer_list<Pointer> pointers) {
   if (routes.tokens <= 0) return "";
-  return first_of(
-      {missing({{"routes.expert_ids", routes.expert_ids}, {"routes.probs", routes.probs}}),
-       missing(pointers)});
+  return first_of({missing({{"routes.expert_ids", routes.expert_ids}}), missing(pointers)});
 }
 
 }  // namespace
@@ -130,10 +128,15 @@ MokStatus mok_workspace_create(const MokWorkspaceDesc* desc, MokWorkspace** work
 
 void mok_workspace_destroy(MokWorkspace* workspace) { delete workspace; }
 
+MokStatus mok_check(MokWorkspace* ws) {
+  return guarded(ws, [] {});  // calls report everything themselves
+}
+
 MokStatus mok_schedule(MokWorkspace* ws, MokScheduleArgs* args) {
   return guarded(ws, [&] {
     const std::string refusal =
-        first_of({missing_tokens(args->routes, {}), too_small(args->row_capacity, *ws),
+        first_of({missing_tokens(args->routes, {{"routes.probs", args->routes.probs}}),
+                  too_small(args->row_capacity, *ws),
                   missing({{"counts", args->counts},
                            {"block_offsets", args->block_offsets},
                            {"rows", args->rows},
@@ -147,7 +150,9 @@ MokStatus mok_dispatch(MokWorkspace* ws, const MokDispatchArgs* args) {
   return guarded(ws, [&] {
     const std::string refusal = first_of(
         {missing_tokens(args->routes, {{"hidden", args->hidden}}), too_small(args->capacity, *ws),
-         missing({{"rows", args->rows}, {"expert_rows", args->expert_rows}})});
+         missing({{"rows", args->rows}, {"expert_rows", args->expert_rows}}),
+         args->row_probs ? missing_tokens(args->routes, {{"routes.probs", args->routes.probs}})
+                         : ""});
     mok::Call call(*ws, mok::Op::kDispatch, args->routes, args->hidden, nullptr, refusal);
     mok::run_dispatch(call, *args);
   });
@@ -155,9 +160,11 @@ MokStatus mok_dispatch(MokWorkspace* ws, const MokDispatchArgs* args) {
 
 MokStatus mok_combine(MokWorkspace* ws, const MokCombineArgs* args) {
   return guarded(ws, [&] {
-    const std::string refusal =
-        first_of({missing_tokens(args->routes, {{"output", args->output}}),
-                  too_small(args->capacity, *ws), missing({{"rows", args->rows}})});
+    const std::string refusal = first_of(
+        {missing_tokens(args->routes, {{"output", args->output}}), too_small(args->capacity, *ws),
+         missing({{"rows", args->rows}}),
+         args->row_probs ? missing_tokens(args->routes, {{"route_probs", args->route_probs}})
+                         : ""});
     mok::Call call(*ws, mok::Op::kCombine, args->routes, nullptr, nullptr, refusal);
     mok::run_combine(call, *args);
   });
@@ -165,9 +172,11 @@ MokStatus mok_combine(MokWorkspace* ws, const MokCombineArgs* args) {
 
 MokStatus mok_forward(MokWorkspace* ws, const MokForwardArgs* args) {
   return guarded(ws, [&] {
-    const std::string refusal = first_of(
-        {missing_tokens(args->routes, {{"hidden", args->hidden}, {"output", args->output}}),
-         missing_weights(*ws, args->weights), bad_saved(args->saved)});
+    const std::string refusal =
+        first_of({missing_tokens(args->routes, {{"routes.probs", args->routes.probs},
+                                                {"hidden", args->hidden},
+                                                {"output", args->output}}),
+                  missing_weights(*ws, args->weights), bad_saved(args->saved)});
     mok::Call call(*ws, mok::Op::kForward, args->routes, args->hidden, nullptr, refusal);
     mok::run_forward(call, *args);
   });
@@ -176,7 +185,8 @@ MokStatus mok_forward(MokWorkspace* ws, const MokForwardArgs* args) {
 MokStatus mok_backward(MokWorkspace* ws, const MokBackwardArgs* args) {
   return guarded(ws, [&] {
     const std::string refusal =
-        first_of({missing_tokens(args->routes, {{"hidden", args->hidden},
+        first_of({missing_tokens(args->routes, {{"routes.probs", args->routes.probs},
+                                                {"hidden", args->hidden},
                                                 {"grad_output", args->grad_output},
                                                 {"grad_hidden", args->grad_hidden},
                                                 {"grad_probs", args->grad_probs}}),

@@ -14,15 +14,18 @@ std::atomic_ref<uint32_t> shared(uint32_t& word) { return std::atomic_ref<uint32
 // Epochs wrap; a flag is due when it is not behind.
 bool reached(uint32_t flag, uint32_t epoch) { return int32_t(flag - epoch) >= 0; }
 
-// Counts of this rank's routes, or the reason why they are refused.
-std::string count_routes(const MokShape& s, const MokRoutes& routes, std::vector<int32_t>& counts) {
+// Counts of this rank's routes, or the reason why they are refused, also as a Refusal.
+std::string count_routes(const MokShape& s, const MokRoutes& routes, std::vector<int32_t>& counts,
+                         int32_t& refusal) {
   if (routes.tokens < 0 || routes.tokens > s.max_tokens) {
+    refusal = kRefusedTokens;
     return "got " + std::to_string(routes.tokens) + " tokens; the workspace takes 0 to " +
            std::to_string(s.max_tokens) + " (its max_tokens)";
   }
   for (int64_t i = 0; i < int64_t{routes.tokens} * s.topk; ++i) {
     const int32_t expert = routes.expert_ids[i];
     if (expert < -1 || expert >= s.num_experts) {
+      refusal = kRefusedExpertId;
       return "expert id " + std::to_string(expert) + " at token " + std::to_string(i / s.topk) +
              ", k " + std::to_string(i % s.topk) + "; allowed are -1 (no route) to " +
              std::to_string(s.num_experts - 1);
@@ -70,7 +73,8 @@ Call::Call(MokWorkspace& workspace, Op op, const MokRoutes& routes, const void* 
     : ws(workspace), routes(routes), epoch(++workspace.epoch), parts_left_(ws.shape.ep_size) {
   const MokShape& s = ws.shape;
   std::vector<int32_t> mine(s.num_experts, 0);
-  const std::string refused = refusal.empty() ? count_routes(s, routes, mine) : refusal;
+  int32_t reason = kRefusedArgument;
+  const std::string refused = refusal.empty() ? count_routes(s, routes, mine, reason) : refusal;
 
   if (const uint32_t who = shared(ws.flags(s.ep_rank).abort).load(std::memory_order_acquire)) {
     throw gave_up(s, who, {"entry", -1, int32_t(who) - 1});
@@ -87,7 +91,7 @@ Call::Call(MokWorkspace& workspace, Op op, const MokRoutes& routes, const void* 
   const int64_t bank = (epoch & 1) * int64_t{s.ep_size} + s.ep_rank;
   for (int32_t r = 0; r < s.ep_size; ++r) {
     ws.peer<CallHeader>(r, ws.layout.headers)[bank] =
-        CallHeader{int32_t(op), refused.empty() ? routes.tokens : -1};
+        CallHeader{int32_t(op), refused.empty() ? routes.tokens : reason};
     std::memcpy(ws.peer<int32_t>(r, ws.layout.counts) + bank * s.num_experts, mine.data(),
                 sizeof(int32_t) * s.num_experts);
   }
@@ -123,7 +127,8 @@ void Call::exchange_counts(Op op, const std::string& refusal) {
             " while this rank calls " + op_name(op) +
             "; every rank must make the same calls in the same order";
     } else if (headers[r].tokens < 0) {
-      why = "rank " + std::to_string(r) + " of the EP group refused its arguments; see its error";
+      why = "rank " + std::to_string(r) + " of the EP group refused its arguments (" +
+            refusal_text(headers[r].tokens) + "); see its error";
     }
   }
   // All ranks see the same headers, so all leave here together and the workspace stays usable.
@@ -158,8 +163,8 @@ void Call::exchange_rows() {
       const int64_t route = int64_t{t} * s.topk + k;
       const int32_t expert = routes.expert_ids[route];
       if (expert < 0) continue;
-      ws.peer<MokRow>(expert / num_local, ws.layout.rows)[next[expert]++] =
-          MokRow{t, int16_t(s.ep_rank), int16_t(k), routes.probs[route], expert};
+      ws.peer<MokRow>(expert / num_local, ws.layout.rows)[next[expert]++] = MokRow{
+          t, int16_t(s.ep_rank), int16_t(k), routes.probs ? routes.probs[route] : 0.0f, expert};
     }
   }
   signal_all(&PeerFlags::rows);

@@ -35,13 +35,23 @@ void combine(Call& call, const MokCombineArgs& args) {
   call.expect_parts(1);
   for (int32_t b = 0; b < call.num_blocks(); ++b) {
     for (int64_t i = b * kBlockRows, last = i + call.rows_of_block(b); i < last; ++i) {
-      std::copy_n(source + i * s.hidden, s.hidden, slot_of<T>(call, call.rows()[i]));
+      const MokRow& row = call.rows()[i];
+      std::copy_n(source + i * s.hidden, s.hidden, slot_of<T>(call, row));
+      if (args.row_probs) {
+        float* slots = call.ws.peer<float>(row.rank, call.ws.layout.prob_slots);
+        slots[int64_t{row.token} * s.topk + row.k] = args.row_probs[i];
+      }
     }
     call.part_pushed(b);
   }
   Task task{MOK_PHASE_REDUCE, 0, 0, 0, nullptr};
   for (; task.tile < reduce_tiles(call.routes); ++task.tile) {
     reduce_tokens<T>(call, task, static_cast<const T*>(args.addend), static_cast<T*>(args.output));
+  }
+  if (!args.row_probs) return;
+  const float* values = call.ws.peer<float>(s.ep_rank, call.ws.layout.prob_slots);
+  for (int64_t i = 0; i < int64_t{call.routes.tokens} * s.topk; ++i) {
+    args.route_probs[i] = call.routes.expert_ids[i] < 0 ? 0.0f : values[i];
   }
 }
 

@@ -3,6 +3,12 @@
 // Plain structs, pointers and status codes; no torch, no Python. All calls on one workspace are
 // collective over its expert-parallel (EP) group and must be made in the same order on every rank.
 //
+// A rank that refuses its arguments tells its peers, and no rank makes the call. The host engine
+// then returns MOK_ERR_INVALID_ARGUMENT on every rank. Calls of the CUDA engine return before the
+// device has met its peers: they learn of it from their next call or from mok_check, and what the
+// refused call should have computed is undefined. Expert ids out of range are refused likewise, on
+// the CUDA engine when the device has seen them.
+//
 // Shapes: T tokens of this rank, K routes per token, H hidden size, F expert FFN size, E experts of
 // the whole EP group, L = E / ep_size experts of this rank. Matrices are row-major and contiguous.
 #ifndef MOK_H_
@@ -14,7 +20,7 @@
 extern "C" {
 #endif
 
-#define MOK_ABI_VERSION 1
+#define MOK_ABI_VERSION 2
 #define MOK_MAX_RANKS 72
 #define MOK_MAX_EXPERTS 1024
 #define MOK_MAX_TOPK 32
@@ -23,7 +29,7 @@ extern "C" {
 
 typedef enum MokStatus {
   MOK_OK = 0,
-  MOK_ERR_INVALID_ARGUMENT = 1,  // nothing was launched on any rank
+  MOK_ERR_INVALID_ARGUMENT = 1,  // no rank makes the call; the workspace can be used again
   MOK_ERR_TIMEOUT = 2,           // a bounded wait ran out; the workspace is poisoned
   MOK_ERR_POISONED = 3,          // an earlier call on this workspace failed midway
   MOK_ERR_UNSUPPORTED = 4,       // this engine cannot do what was asked
@@ -147,19 +153,21 @@ typedef struct MokDispatchArgs {
   MokRoutes routes;
   const void* hidden;    // [T, H]
   void* rows;            // [capacity, H]
-  float* row_probs;      // [capacity], 0 in padding rows, or NULL
+  float* row_probs;      // [capacity], 0 in padding rows, or NULL: routes.probs may be NULL too
   int32_t* expert_rows;  // [L] rows of each local expert, without padding
-  int64_t capacity;      // at least MokLayout.max_rows
+  int64_t capacity;      // at least MokLayout.max_rows; rows behind the last block are not written
   void* stream;
 } MokDispatchArgs;
 
 // Combine alone: the inverse of dispatch under the same routes; sums each token's K rows.
 typedef struct MokCombineArgs {
-  MokRoutes routes;
+  MokRoutes routes;  // probs are not used
   const void* rows;  // [capacity, H], in dispatch's order
   int64_t capacity;
-  const void* addend;  // as in forward
-  void* output;        // [T, H]
+  const void* addend;      // as in forward
+  void* output;            // [T, H]
+  const float* row_probs;  // [capacity] a value a row, brought back to its route; or NULL
+  float* route_probs;      // [T, K] those values, 0 where there is no route
   void* stream;
 } MokCombineArgs;
 
@@ -185,7 +193,11 @@ typedef struct MokSegment {
   int32_t cut;     // WGRAD: index of the cut within its expert
 } MokSegment;
 
-// The schedule alone, for tests and tools: what a forward or backward call would work on.
+// The schedule alone, for tests and tools: what a forward or backward call would work on. Counts,
+// offsets and rows are the same from every engine; each cuts the tasks for itself. The CUDA engine
+// takes routes in device memory and everything else in host memory, and waits for the device. Its
+// segments are the tiles alone, in the order of their tickets, backward with all pre-activations
+// saved: dispatch and reduction have tickets of their own. A segment may begin at any tile.
 typedef struct MokScheduleArgs {
   MokRoutes routes;
   int32_t direction;       // MokDirection
@@ -221,6 +233,10 @@ void mok_workspace_destroy(MokWorkspace* workspace);
 // A token with more than K routes is MOK_ERR_INVALID_ARGUMENT from the host engine. The CUDA engine
 // cannot wait to tell, and keeps its first K.
 MokStatus mok_routes_from_map(const MokRouteMapArgs* args);
+
+// What kernels of earlier calls have recorded by now; does not wait for them. The same is reported
+// by the next call, which is then made nevertheless, so that the ranks stay in step.
+MokStatus mok_check(MokWorkspace* workspace);
 
 MokStatus mok_schedule(MokWorkspace* workspace, MokScheduleArgs* args);
 MokStatus mok_dispatch(MokWorkspace* workspace, const MokDispatchArgs* args);

@@ -31,10 +31,28 @@ MOK_HD int64_t max_blocks(const MokShape& s) {
   return int64_t{s.ep_size} * s.max_tokens * s.topk / kBlockRows + local_experts(s);
 }
 
+// Why a rank refuses a call.
+enum Refusal : int32_t {
+  kRefusedArgument = -1,
+  kRefusedTokens = -2,
+  kRefusedExpertId = -3,
+};
+
+inline const char* refusal_text(int32_t refusal) {
+  switch (refusal) {
+    case kRefusedTokens:
+      return "more tokens than the workspace takes";
+    case kRefusedExpertId:
+      return "an expert id out of range";
+    default:
+      return "a missing or misaligned buffer, or a wrong size";
+  }
+}
+
 // What a rank announces when it enters a call. Peers refuse to go on unless they do the same call.
 struct CallHeader {
   int32_t op;      // engine's number of the entry point
-  int32_t tokens;  // -1: this rank refused its arguments, every rank must return
+  int32_t tokens;  // or a Refusal: every rank must return
 };
 
 // Words that peers write carry the epoch (number of the call) and are never reset: a peer may be

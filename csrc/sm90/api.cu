@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "layout.cuh"
+#include "standalone.h"
 #include "workspace.h"
 
 namespace {
@@ -22,10 +23,6 @@ namespace {
 using mok::sm90::Error;
 using mok::sm90::fail;
 
-MokStatus not_there(const char* what) {
-  return fail(MOK_ERR_UNSUPPORTED, std::string("the Hopper engine has no ") + what + " yet");
-}
-
 // Runs `body`, which throws Error, on the workspace's device.
 template <typename Body>
 MokStatus guarded(MokWorkspace* ws, const Body& body) {
@@ -33,7 +30,7 @@ MokStatus guarded(MokWorkspace* ws, const Body& body) {
   if (!ws->poisoned.empty()) {
     return fail(MOK_ERR_POISONED, "an earlier call on this workspace failed: " + ws->poisoned);
   }
-  const std::string fault = fault_message(*ws);
+  const std::string fault = ws->faults.fault_message(ws->shape);
   if (!fault.empty()) {
     ws->poisoned = fault;
     return fail(MOK_ERR_TIMEOUT, fault);
@@ -69,12 +66,23 @@ void require_matrix(const void* pointer, const char* name) {
 
 void check_routes(const MokWorkspace& ws, const MokRoutes& routes) {
   if (routes.tokens < 0 || routes.tokens > ws.shape.max_tokens) {
-    refuse("routes.tokens is " + std::to_string(routes.tokens) +
-           "; the workspace was made for at most " + std::to_string(ws.shape.max_tokens));
+    refuse("got " + std::to_string(routes.tokens) + " tokens; the workspace takes 0 to " +
+           std::to_string(ws.shape.max_tokens) + " (its max_tokens)");
   }
   if (routes.tokens == 0) return;
   require_pointer(routes.expert_ids, "routes.expert_ids");
-  require_pointer(routes.probs, "routes.probs");
+}
+
+void require_probs(const MokRoutes& routes) {
+  if (routes.tokens > 0) require_pointer(routes.probs, "routes.probs");
+}
+
+void check_capacity(const MokWorkspace& ws, int64_t capacity) {
+  const int64_t needed = int64_t{ws.geometry.max_blocks} * mok::kBlockRows;
+  if (capacity < needed) {
+    refuse("capacity is " + std::to_string(capacity) + " rows; the workspace needs " +
+           std::to_string(needed));
+  }
 }
 
 void check_weights(const MokWorkspace& ws, const MokWeights& weights) {
@@ -104,12 +112,42 @@ void check_grads(const MokWorkspace& ws, const MokWeightGrads& grads) {
   }
 }
 
-mok::sm90::ScheduleParams schedule_params(const MokWorkspace& ws, const MokRoutes& routes,
+mok::sm90::ScheduleParams schedule_params(MokWorkspace& ws, const MokRoutes& routes,
                                           mok::sm90::Op op) {
   // Ranks must also cut groups alike, which depends on their number of CTAs.
   const int32_t tagged = static_cast<int32_t>(op) | ws.geometry.min_group_blocks << 8;
-  return {ws.geometry, ws.local,      ws.peers,          ws.dog,
+  return {ws.geometry, ws.local,      ws.peers,          ws.dog,      ws.faults.refused_call(),
           tagged,      routes.tokens, routes.expert_ids, routes.probs};
+}
+
+// Reports the first call since the last report that a rank refused.
+void report_refused_call(MokWorkspace& ws) {
+  const std::string refusal = ws.faults.take_refusal(ws.shape);
+  if (!refusal.empty()) refuse(refusal);
+}
+
+// Runs a call. Where `check` throws, the peers are told that this rank refuses. That an earlier
+// call was refused is reported after this one has been launched: so the ranks stay in step.
+template <typename Check, typename Run>
+MokStatus collective(MokWorkspace* ws, mok::sm90::Op op, const MokRoutes& routes, void* stream,
+                     const Check& check, const Run& run) {
+  return guarded(ws, [&] {
+    try {
+      check_routes(*ws, routes);
+      check();
+    } catch (const Error&) {
+      if (ws->shape.ep_size > 1) {
+        const bool fits = routes.tokens >= 0 && routes.tokens <= ws->shape.max_tokens;
+        mok::sm90::ScheduleParams params = schedule_params(*ws, routes, op);
+        params.tokens = fits ? mok::kRefusedArgument : mok::kRefusedTokens;
+        mok::sm90::check_cuda(launch_refusal(params, static_cast<cudaStream_t>(stream)),
+                              "telling the peers of a refused call");
+      }
+      throw;
+    }
+    run();
+    report_refused_call(*ws);
+  });
 }
 
 const char* check(const MokShape& shape) {
@@ -281,6 +319,41 @@ void run_backward(MokWorkspace& ws, const MokBackwardArgs& args) {
   check_cuda(launch_backward(params, maps, ws.ctas, stream), "launching the backward kernel");
 }
 
+void run_schedule(MokWorkspace& ws, MokScheduleArgs& args) {
+  using namespace mok::sm90;
+  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kSchedule),
+                             static_cast<cudaStream_t>(args.stream)),
+             "launching the schedule");
+  export_schedule(ws, call_params(ws, args.routes), args);
+}
+
+void run_dispatch(MokWorkspace& ws, const MokDispatchArgs& args) {
+  using namespace mok::sm90;
+  const auto stream = static_cast<cudaStream_t>(args.stream);
+  DispatchParams params{call_params(ws, args.routes)};
+  stage_matrix(ws, params.peers.hidden, args.hidden, args.routes.tokens, stream);
+  params.rows = static_cast<uint8_t*>(args.rows);
+  params.row_probs = args.row_probs;
+  params.expert_rows = args.expert_rows;
+  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kDispatch), stream),
+             "launching the schedule");
+  check_cuda(launch_dispatch(params, ws.ctas, stream), "launching the dispatch kernel");
+}
+
+void run_combine(MokWorkspace& ws, const MokCombineArgs& args) {
+  using namespace mok::sm90;
+  const auto stream = static_cast<cudaStream_t>(args.stream);
+  CombineParams params{call_params(ws, args.routes)};
+  params.addend = static_cast<const uint8_t*>(args.addend);
+  params.output = static_cast<uint8_t*>(args.output);
+  params.rows = static_cast<const uint8_t*>(args.rows);
+  params.row_probs = args.row_probs;
+  params.grad_probs = args.route_probs;
+  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kCombine), stream),
+             "launching the schedule");
+  check_cuda(launch_combine(params, ws.ctas, stream), "launching the combine kernel");
+}
+
 }  // namespace
 
 extern "C" {
@@ -325,15 +398,51 @@ MokStatus mok_workspace_create(const MokWorkspaceDesc* desc, MokWorkspace** work
 
 void mok_workspace_destroy(MokWorkspace* workspace) { delete workspace; }
 
-MokStatus mok_schedule(MokWorkspace*, MokScheduleArgs*) { return not_there("schedule as data"); }
-MokStatus mok_dispatch(MokWorkspace*, const MokDispatchArgs*) {
-  return not_there("dispatch alone");
+MokStatus mok_check(MokWorkspace* ws) {
+  return guarded(ws, [&] { report_refused_call(*ws); });
 }
-MokStatus mok_combine(MokWorkspace*, const MokCombineArgs*) { return not_there("combine alone"); }
+
+MokStatus mok_schedule(MokWorkspace* ws, MokScheduleArgs* args) {
+  const auto check = [&] {
+    require_probs(args->routes);
+    check_capacity(*ws, args->row_capacity);
+    require_pointer(args->counts, "counts");
+    require_pointer(args->block_offsets, "block_offsets");
+    require_pointer(args->rows, "rows");
+    require_pointer(args->segments, "segments");
+  };
+  return collective(ws, mok::sm90::Op::kSchedule, args->routes, args->stream, check,
+                    [&] { run_schedule(*ws, *args); });
+}
+
+MokStatus mok_dispatch(MokWorkspace* ws, const MokDispatchArgs* args) {
+  const auto check = [&] {
+    if (args->row_probs != nullptr) require_probs(args->routes);
+    check_capacity(*ws, args->capacity);
+    require_matrix(args->rows, "rows");
+    require_pointer(args->expert_rows, "expert_rows");
+    if (args->routes.tokens > 0) require_matrix(args->hidden, "hidden");
+  };
+  return collective(ws, mok::sm90::Op::kDispatch, args->routes, args->stream, check,
+                    [&] { run_dispatch(*ws, *args); });
+}
+
+MokStatus mok_combine(MokWorkspace* ws, const MokCombineArgs* args) {
+  const auto check = [&] {
+    check_capacity(*ws, args->capacity);
+    require_matrix(args->rows, "rows");
+    if (args->routes.tokens == 0) return;
+    require_matrix(args->output, "output");
+    if (args->addend != nullptr) require_matrix(args->addend, "addend");
+    if (args->row_probs != nullptr) require_pointer(args->route_probs, "route_probs");
+  };
+  return collective(ws, mok::sm90::Op::kCombine, args->routes, args->stream, check,
+                    [&] { run_combine(*ws, *args); });
+}
 
 MokStatus mok_forward(MokWorkspace* ws, const MokForwardArgs* args) {
-  return guarded(ws, [&] {
-    check_routes(*ws, args->routes);
+  const auto check = [&] {
+    require_probs(args->routes);
     check_weights(*ws, args->weights);
     check_saved(args->saved);
     if (args->routes.tokens > 0) {
@@ -341,13 +450,14 @@ MokStatus mok_forward(MokWorkspace* ws, const MokForwardArgs* args) {
       require_matrix(args->output, "output");
       if (args->addend != nullptr) require_matrix(args->addend, "addend");
     }
-    run_forward(*ws, *args);
-  });
+  };
+  return collective(ws, mok::sm90::Op::kForward, args->routes, args->stream, check,
+                    [&] { run_forward(*ws, *args); });
 }
 
 MokStatus mok_backward(MokWorkspace* ws, const MokBackwardArgs* args) {
-  return guarded(ws, [&] {
-    check_routes(*ws, args->routes);
+  const auto check = [&] {
+    require_probs(args->routes);
     check_weights(*ws, args->weights);
     check_saved(args->saved);
     check_grads(*ws, args->weight_grads);
@@ -357,8 +467,9 @@ MokStatus mok_backward(MokWorkspace* ws, const MokBackwardArgs* args) {
       require_matrix(args->grad_hidden, "grad_hidden");
       require_pointer(args->grad_probs, "grad_probs");
     }
-    run_backward(*ws, *args);
-  });
+  };
+  return collective(ws, mok::sm90::Op::kBackward, args->routes, args->stream, check,
+                    [&] { run_backward(*ws, *args); });
 }
 
 }  // extern "C"

@@ -29,7 +29,8 @@ enum WaitSite : int32_t {
   kWaitGradRing,
   kWaitGrads,
   kWaitCut,
-  kPeerMismatch,
+  kWaitPulled,
+  kWaitPushed,
 };
 
 // The first failure of this rank, in memory that the host reads.
@@ -37,6 +38,19 @@ struct Fault {
   int32_t site;    // WaitSite
   int32_t detail;  // the peer, block or token that was waited for; -1: none
   int32_t by;      // rank that gave up first
+  int32_t raised;
+};
+
+// A call that no rank made because one refused it, in memory that the host reads and clears. The
+// first one stays until then.
+struct RefusedCall {
+  int32_t rank;  // that refused, or made another call
+  int32_t op;    // its CallHeader
+  int32_t tokens;
+  int32_t my_op;
+  int32_t route;  // of kRefusedExpertId on this rank itself
+  int32_t expert;
+  uint32_t epoch;
   int32_t raised;
 };
 
@@ -73,12 +87,15 @@ struct CallState {
   uint32_t epoch;  // number of this call; kept in device memory so that CUDA graphs can be replayed
   int32_t num_blocks;
   int32_t num_groups;
+  int32_t refused;     // 1: some rank refuses this call, so its kernels do nothing
+  uint32_t bad_route;  // ~index of this rank's first expert id out of range, 0: there is none
   // Zeroed at the start of every call.
   struct Counters {
     uint32_t task_ticket;
     uint32_t dispatch_ticket;
     uint32_t reduce_ticket;
     uint32_t chunks_routed;
+    uint32_t pieces_done;  // of dispatch or combine alone
     uint32_t bucket_tokens[kReduceBuckets];
   } counters;
 };
@@ -147,6 +164,7 @@ struct LocalTables {
   ExpertGroups* expert_groups;  // [E] groups of every expert
   int32_t* rank_groups;         // [ep_size] number of groups of each rank
   uint16_t* route_group;        // [max_tokens, K] group of each route at its owner
+  int32_t* slot_row;            // [max_tokens, K] row of the result in each slot; -1: at a peer
   int32_t* bucket;              // [kReduceBuckets, max_tokens] tokens to reduce
 };
 

@@ -114,14 +114,15 @@ class TokenQueue {
   uint32_t end_;  // lane b: tokens in buckets 0 .. b
 };
 
-// Sums one item with 8 loads of 16 bytes a lane in flight.
-MOK_DEVICE void reduce_token(const CallParams& p, const ReduceItem& item) {
+// Sums one item with 8 loads of 16 bytes a lane in flight. result(n): the token's n-th result, a
+// row of H; called by whole warps.
+template <typename Result>
+MOK_DEVICE void reduce_token(const CallParams& p, const ReduceItem& item, Result result) {
   constexpr int32_t kBatch = 8;
   const Geometry& g = p.geometry;
   const int32_t lane = threadIdx.x % 32;
   const int32_t row_bytes = g.hidden * 2;
   const int32_t routes = item.routes();
-  const uint8_t* slots = p.peers.slots[g.rank] + int64_t{item.token} * g.topk * row_bytes;
   const int32_t end = item.end_column(g) * 2;
   for (int32_t first = item.first_column(g) * 2; first < end; first += 512) {
     const int32_t at = first + lane * 16;
@@ -131,7 +132,9 @@ MOK_DEVICE void reduce_token(const CallParams& p, const ReduceItem& item) {
       uint4 v[kBatch];
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {
-        if (n + i < routes && inside) v[i] = load_columns(slots + (n + i) * row_bytes + at);
+        if (n + i >= routes) continue;
+        const uint8_t* row = result(n + i);
+        if (inside) v[i] = load_columns(row + at);
       }
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {
@@ -161,12 +164,14 @@ MOK_DEVICE void acquire_results(const CallParams& p) {
 
 // Reduces until nothing is left. Waits for peers, so no peer may depend on the warp any more.
 MOK_DEVICE void reduce_tokens(const CallParams& p) {
+  const Geometry& g = p.geometry;
   const TokenQueue queue(p);
   ReduceItem item = queue.claim(p);
   while (item.token >= 0) {
     if (!warp_wait_until([&] { return item.ready(p); }, p.dog, kWaitCombine, item.token)) return;
     acquire_results(p);
-    reduce_token(p, item);
+    const uint8_t* slots = p.peers.slots[g.rank] + int64_t{item.token} * g.topk * g.hidden * 2;
+    reduce_token(p, item, [&](int32_t n) { return slots + n * (g.hidden * 2); });
     if (p.grad_probs != nullptr) collect_grad_probs(p, item);
     item = queue.claim(p);
   }

@@ -13,14 +13,17 @@ struct ChunkRoute {
   int32_t token;
   int32_t k;
   int32_t expert;  // -1: no route, or beyond the last token
+  bool valid;      // the expert id is in range; expert is -1 where it is not
 
-  MOK_DEVICE explicit ChunkRoute(const ScheduleParams& p) : expert(-1) {
+  MOK_DEVICE explicit ChunkRoute(const ScheduleParams& p) : expert(-1), valid(true) {
     const int32_t topk = p.geometry.topk;
     const int32_t in_chunk = threadIdx.x / topk;
     token = blockIdx.x * chunk_tokens(topk) + in_chunk;
     k = threadIdx.x - in_chunk * topk;
     if (in_chunk < chunk_tokens(topk) && token < p.tokens) {
       expert = p.expert_ids[int64_t{token} * topk + k];
+      valid = expert >= -1 && expert < p.geometry.num_experts;
+      if (!valid) expert = -1;
     }
   }
 };
@@ -42,6 +45,10 @@ __global__ void __launch_bounds__(kChunkRoutes)
   __syncthreads();
   const ChunkRoute route(p);
   if (route.expert >= 0) atomicAdd(&count[route.expert], 1);
+  if (!route.valid) {
+    const uint32_t index = static_cast<uint32_t>(route.token) * g.topk + route.k;
+    atomicMax(&p.local.state->bad_route, ~index);
+  }
   __syncthreads();
   for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
     p.local.chunk_offsets[int64_t{e} * g.max_chunks + blockIdx.x] = count[e];
@@ -105,35 +112,83 @@ MOK_DEVICE int32_t scan_chunks(int32_t* counts, int32_t chunks) {
   return total;
 }
 
-// Tells every rank this rank's counts and waits for theirs. False after a failure.
-MOK_DEVICE bool exchange_counts(const ScheduleParams& p, uint32_t epoch, const int32_t* totals) {
+// Tells every rank `tokens`, which may be a Refusal, and this rank's counts. By a whole CTA.
+MOK_DEVICE void announce(const ScheduleParams& p, uint32_t epoch, int32_t tokens,
+                         const int32_t* totals) {
   const Geometry& g = p.geometry;
   const int32_t bank = epoch % 2;
   const int64_t mine = (int64_t{bank} * g.num_ranks + g.rank) * g.num_experts;
-  for (int32_t r = 0; r < g.num_ranks; ++r) {
-    for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
-      p.peers.counts[r][mine + e] = totals[e];
+  if (tokens >= 0) {
+    for (int32_t r = 0; r < g.num_ranks; ++r) {
+      for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
+        p.peers.counts[r][mine + e] = totals[e];
+      }
     }
   }
   if (threadIdx.x < g.num_ranks) {
-    p.peers.headers[threadIdx.x][bank * g.num_ranks + g.rank] = CallHeader{p.op, p.tokens};
+    p.peers.headers[threadIdx.x][bank * g.num_ranks + g.rank] = CallHeader{p.op, tokens};
   }
+  if (g.num_ranks == 1) return;
   __threadfence_system();
   __syncthreads();
-  bool ok = true;
   if (threadIdx.x < g.num_ranks) {
-    const int32_t peer = threadIdx.x;
-    release_store(&p.peers.flags[peer]->counts[g.rank], epoch);
-    ok = wait_epoch(&p.peers.flags[g.rank]->counts[peer], epoch, p.dog, kWaitPeerCounts, peer,
-                    p.dog.first_wait_ns);
+    release_store(&p.peers.flags[threadIdx.x]->counts[g.rank], epoch);
+  }
+}
+
+// Waits until every rank has announced itself. False after a failure.
+MOK_DEVICE bool await_announcements(const ScheduleParams& p, uint32_t epoch) {
+  const Geometry& g = p.geometry;
+  bool ok = true;
+  if (g.num_ranks > 1 && threadIdx.x < g.num_ranks) {
+    ok = wait_epoch(&p.peers.flags[g.rank]->counts[threadIdx.x], epoch, p.dog, kWaitPeerCounts,
+                    threadIdx.x, p.dog.first_wait_ns);
     acquire_fence();
-    const CallHeader header = p.peers.headers[g.rank][bank * g.num_ranks + peer];
-    if (ok && header.op != p.op) {
-      raise_abort(p.dog, kPeerMismatch, peer);
-      ok = false;
-    }
   }
   return __syncthreads_and(ok);
+}
+
+// Leaves word of a refused call, unless the host has not read the last one.
+MOK_DEVICE void record_refusal(const ScheduleParams& p, const RefusedCall& call) {
+  volatile RefusedCall* record = p.refused_call;
+  if (record->raised) return;
+  record->rank = call.rank;
+  record->op = call.op;
+  record->tokens = call.tokens;
+  record->my_op = call.my_op;
+  record->route = call.route;
+  record->expert = call.expert;
+  record->epoch = call.epoch;
+  __threadfence_system();
+  record->raised = 1;
+}
+
+// Whether a rank refuses the call or makes another one. All ranks see the same headers, so all
+// leave the call together, and are in step at the next.
+MOK_DEVICE bool call_refused(const ScheduleParams& p, uint32_t epoch, uint32_t bad_route) {
+  __shared__ int32_t first;  // rank that spoils it
+  const Geometry& g = p.geometry;
+  if (threadIdx.x == 0) first = MOK_MAX_RANKS;
+  __syncthreads();
+  CallHeader header{};
+  if (threadIdx.x < g.num_ranks) {
+    header = p.peers.headers[g.rank][epoch % 2 * g.num_ranks + threadIdx.x];
+    if (header.tokens < 0 || header.op != p.op) {
+      atomicMin(&first, static_cast<int32_t>(threadIdx.x));
+    }
+  }
+  __syncthreads();
+  if (first == MOK_MAX_RANKS) return false;
+  if (threadIdx.x == first) {
+    RefusedCall call{first, header.op, header.tokens, p.op, -1, 0, epoch, 0};
+    if (first == g.rank && bad_route != 0) {
+      call.route = static_cast<int32_t>(~bad_route);
+      call.expert = p.expert_ids[call.route];
+    }
+    record_refusal(p, call);
+    p.local.state->refused = 1;
+  }
+  return true;
 }
 
 // Where the group that begins with expert `first` ends, unless experts are split; `end`: of the
@@ -241,9 +296,15 @@ __global__ void __launch_bounds__(1024, 1)
     if (threadIdx.x % 32 == 0) totals[e] = total;
   }
   const uint32_t epoch = state.epoch + 1;
+  const uint32_t bad_route = state.bad_route;
   __syncthreads();
-  if (threadIdx.x == 0) state.epoch = epoch;
-  if (g.num_ranks > 1 && !exchange_counts(p, epoch, totals)) return;
+  if (threadIdx.x == 0) {
+    state.epoch = epoch;
+    state.bad_route = 0;
+    state.refused = 0;
+  }
+  announce(p, epoch, bad_route == 0 ? p.tokens : kRefusedExpertId, totals);
+  if (!await_announcements(p, epoch) || call_refused(p, epoch, bad_route)) return;
   let_next_kernel_start();  // not before the peers are here: it would hold SMs that others may need
 
   const int32_t expert = threadIdx.x;
@@ -348,7 +409,7 @@ __global__ void __launch_bounds__(kChunkRoutes)
   CallState& state = *p.local.state;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (load_relaxed(p.dog.abort) != 0) return;
+  if (load_relaxed(p.dog.abort) != 0 || state.refused) return;
   for (int32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) running[e] = 0;
   from_end[threadIdx.x] = kReduceBuckets - 1;
   __syncthreads();
@@ -363,8 +424,10 @@ __global__ void __launch_bounds__(kChunkRoutes)
         p.local.chunk_offsets[int64_t{route.expert} * g.max_chunks + blockIdx.x];
     const int32_t row = begin.first_block * static_cast<int32_t>(kBlockRows) + in_expert;
     const int32_t slot = slot_of(route, p.expert_ids, g.topk);
-    p.peers.rows[owner][row] = MokRow{route.token, static_cast<int16_t>(g.rank),
-                                      pack_route(route.k, slot), p.probs[id], route.expert};
+    p.peers.rows[owner][row] =
+        MokRow{route.token, static_cast<int16_t>(g.rank), pack_route(route.k, slot),
+               p.probs != nullptr ? p.probs[id] : 0.0f, route.expert};
+    p.local.slot_row[int64_t{route.token} * g.topk + slot] = owner == g.rank ? row : -1;
     const int32_t group =
         p.local.expert_groups[route.expert].group_of(in_expert / static_cast<int32_t>(kBlockRows));
     p.local.route_group[id] = static_cast<uint16_t>(group);
@@ -390,7 +453,22 @@ __global__ void __launch_bounds__(kChunkRoutes)
   }
 }
 
+__global__ void __launch_bounds__(128) refusal_kernel(const __grid_constant__ ScheduleParams p) {
+  static_assert(MOK_MAX_RANKS <= 128, "one rank a thread");
+  CallState& state = *p.local.state;
+  const uint32_t epoch = state.epoch + 1;
+  __syncthreads();
+  if (threadIdx.x == 0) state.epoch = epoch;
+  announce(p, epoch, p.tokens, nullptr);
+  await_announcements(p, epoch);  // a rank must not be two calls ahead of another
+}
+
 }  // namespace
+
+cudaError_t launch_refusal(const ScheduleParams& params, cudaStream_t stream) {
+  refusal_kernel<<<1, 128, 0, stream>>>(params);
+  return cudaGetLastError();
+}
 
 cudaError_t launch_schedule(const ScheduleParams& params, cudaStream_t stream) {
   const int32_t chunks =

@@ -19,13 +19,17 @@ struct ScheduleParams {
   LocalTables local;
   PeerTables peers;
   Watchdog dog;
-  int32_t op;  // of CallHeader: every rank must be in the same call
-  int32_t tokens;
+  RefusedCall* refused_call;
+  int32_t op;                 // of CallHeader: every rank must be in the same call
+  int32_t tokens;             // launch_refusal: a Refusal
   const int32_t* expert_ids;  // [T, K]
-  const float* probs;         // [T, K]
+  const float* probs;         // [T, K] or NULL: all 0
 };
 
 cudaError_t launch_schedule(const ScheduleParams& params, cudaStream_t stream);
+
+// Enters a call in order to tell the peers that this rank refuses it; nothing else of it follows.
+cudaError_t launch_refusal(const ScheduleParams& params, cudaStream_t stream);
 
 }  // namespace mok::sm90
 

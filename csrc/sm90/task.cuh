@@ -28,9 +28,10 @@ struct Task {
 static_assert(kBlockRows <= 0xff && MOK_MAX_EXPERTS <= 0x7fff, "fields of a packed task");
 constexpr int32_t kNoTask = 0xff;
 
-// Every rank's entries of the row table must be here before anything reads it.
+// Every rank's entries of the row table must be here before anything reads it. False where there is
+// nothing to do because the call was refused, or failed.
 MOK_DEVICE bool rows_have_arrived(const CallParams& p) {
-  bool ok = !aborted(p.dog, kWaitPeerRows, -1);
+  bool ok = !aborted(p.dog, kWaitPeerRows, -1) && !p.local.state->refused;
   if (ok && p.geometry.num_ranks > 1 && threadIdx.x < p.geometry.num_ranks) {
     ok = wait_epoch(&p.peers.flags[p.geometry.rank]->rows[threadIdx.x], p.local.state->epoch, p.dog,
                     kWaitPeerRows, threadIdx.x, p.dog.inner_wait_ns);

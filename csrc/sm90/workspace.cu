@@ -77,6 +77,7 @@ LocalLayout make_local_layout(const Geometry& g) {
   at.expert_groups = take(int64_t{g.num_experts} * sizeof(ExpertGroups));
   at.rank_groups = take(int64_t{g.num_ranks} * 4);
   at.route_group = take(int64_t{g.max_tokens} * g.topk * 2);
+  at.slot_row = take(int64_t{g.max_tokens} * g.topk * 4);
   at.bucket = take(int64_t{kReduceBuckets} * g.max_tokens * 4);
   // The rings of forward and backward share their memory.
   at.row_ring = take(ring_rows(g, g.row_ring_blocks) * g.hidden * 2);
@@ -122,9 +123,6 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
   memory = device_alloc(at.bytes);
   // Only the tables need a defined start; rings are written before they are read.
   check_cuda(cudaMemset(memory.get(), 0, at.row_ring), "clearing the workspace");
-  check_cuda(cudaHostAlloc(reinterpret_cast<void**>(&fault_), sizeof(Fault), cudaHostAllocMapped),
-             "allocating pinned memory");
-  *fault_ = Fault{};
   auto* base = static_cast<uint8_t*>(memory.get());
   local.state = reinterpret_cast<CallState*>(base + at.state);
   local.blocks = reinterpret_cast<BlockInfo*>(base + at.blocks);
@@ -145,6 +143,7 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
   local.expert_groups = reinterpret_cast<ExpertGroups*>(base + at.expert_groups);
   local.rank_groups = reinterpret_cast<int32_t*>(base + at.rank_groups);
   local.route_group = reinterpret_cast<uint16_t*>(base + at.route_group);
+  local.slot_row = reinterpret_cast<int32_t*>(base + at.slot_row);
   local.bucket = reinterpret_cast<int32_t*>(base + at.bucket);
   set_up_forward(at);
   set_up_backward(at);
@@ -164,14 +163,12 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
     dog.peer_abort[r] = &peers.flags[r]->abort;
   }
   dog.abort = dog.peer_abort[shape.ep_rank];
-  dog.fault = fault_;
+  dog.fault = faults.fault();
   dog.rank = shape.ep_rank;
   dog.num_ranks = shape.ep_size;
   dog.first_wait_ns = nanoseconds(desc.options.first_wait_ms, 10 * 60 * 1000);
   dog.inner_wait_ns = nanoseconds(desc.options.inner_wait_ms, 60 * 1000);
 }
-
-MokWorkspace::~MokWorkspace() { cudaFreeHost(fault_); }
 
 void MokWorkspace::set_up_forward(const mok::sm90::LocalLayout& at) {
   using namespace mok::sm90;
@@ -211,60 +208,4 @@ void MokWorkspace::set_up_backward(const mok::sm90::LocalLayout& at) {
   maps.activation_columns = make_block_map(activations, rows, f, kTileK, kBlocksN);
   maps.preact = make_matrix_map(preact, rows, 2 * f, kWarpgroupRows);
   maps.activations = make_matrix_map(activations, rows, f, kWarpgroupRows);
-}
-
-namespace {
-
-// What a wait was for, in the words of the host engine.
-struct SiteText {
-  const char* phase;
-  const char* detail;  // what Fault.detail numbers; NULL: nothing
-};
-
-SiteText describe_site(int32_t site) {
-  using namespace mok::sm90;
-  switch (site) {
-    case kWaitPeerCounts:
-      return {"entry", "rank"};
-    case kWaitPeerRows:
-      return {"row tables", "rank"};
-    case kWaitRowRing:
-      return {"dispatch", "block"};
-    case kWaitRows:
-      return {"fc1", "block"};
-    case kWaitActivationRing:
-      return {"fc1 store", "block"};
-    case kWaitActivations:
-      return {"fc2", "block"};
-    case kWaitCombine:
-      return {"combine", "token"};
-    default:  // barriers between the warps of a CTA
-      return {"pipeline", nullptr};
-  }
-}
-
-}  // namespace
-
-std::string fault_message(const MokWorkspace& ws) {
-  using namespace mok::sm90;
-  const volatile Fault* fault = ws.fault_;
-  if (!fault->raised) return "";
-  const int32_t rank = ws.shape.ep_rank;
-  const std::string who =
-      "rank " + std::to_string(rank) + " of EP " + std::to_string(ws.shape.ep_size);
-  if (fault->site == kPeerMismatch) {
-    return who + " and rank " + std::to_string(fault->detail) +
-           " make different calls, or with different numbers of CTAs; every rank must make the "
-           "same "
-           "calls in the same order";
-  }
-  const SiteText text = describe_site(fault->site);
-  const int32_t by = fault->by;
-  std::string what =
-      who + (by == rank ? " waited too long" : " stopped") + " in phase '" + text.phase + "'";
-  if (text.detail != nullptr && fault->detail >= 0) {
-    what += std::string(", for ") + text.detail + " " + std::to_string(fault->detail);
-  }
-  if (by != rank) what += ", because rank " + std::to_string(by) + " gave up waiting";
-  return what;
 }

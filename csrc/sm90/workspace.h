@@ -8,21 +8,19 @@
 
 #include "backward.h"
 #include "error.h"
+#include "fault.h"
 #include "forward.h"
 #include "maps.h"
 #include "schedule.h"
 
 namespace mok::sm90 {
 
-// Numbers of CallHeader.op.
-enum class Op : int32_t { kSchedule = 1, kDispatch, kCombine, kForward, kBackward };
-
 // Sizes of the private memory of a rank, in bytes, and where each part begins.
 struct LocalLayout {
   int64_t state, blocks, group_first_block, cuts, group_first_cut, expert_first_cut;
   int64_t rows_ready, activations_ready, step_done, grads_ready, group_grads_ready, group_released,
       cuts_added, counters_end;
-  int64_t chunk_offsets, first_row, expert_groups, rank_groups, route_group, bucket;
+  int64_t chunk_offsets, first_row, expert_groups, rank_groups, route_group, slot_row, bucket;
   int64_t row_ring, activation_ring;
   struct {  // of backward, where forward has its rings
     int64_t hidden_ring, grad_output_ring, preact_ring, activation_ring, prob_parts;
@@ -45,7 +43,6 @@ LocalLayout make_local_layout(const Geometry& geometry);
 
 struct MokWorkspace {
   explicit MokWorkspace(const MokWorkspaceDesc& desc);
-  ~MokWorkspace();
 
   MokShape shape;
   int32_t device = 0;
@@ -62,17 +59,12 @@ struct MokWorkspace {
   mok::sm90::MapSets weight_maps;           // fc1, then fc2; for FC1 and FC2
   mok::sm90::MapSets dgrad_maps;            // likewise, for their data gradients
   mok::sm90::MapSets grad_maps;             // of weight gradients
-  std::string poisoned;                     // why, or empty
+  mok::sm90::FaultRecords faults;
+  std::string poisoned;  // why, or empty
 
  private:
   void set_up_forward(const mok::sm90::LocalLayout& at);
   void set_up_backward(const mok::sm90::LocalLayout& at);
-
-  mok::sm90::Fault* fault_ = nullptr;  // pinned
-  friend std::string fault_message(const MokWorkspace& ws);
 };
-
-// What a bounded wait of an earlier call ran into, or "".
-std::string fault_message(const MokWorkspace& ws);
 
 #endif  // MOK_SM90_WORKSPACE_H_

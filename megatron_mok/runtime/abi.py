@@ -4,7 +4,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int16, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_RANKS = 72
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
@@ -155,6 +155,8 @@ class MokCombineArgs(Structure):
         ("capacity", c_int64),
         ("addend", c_void_p),
         ("output", c_void_p),
+        ("row_probs", c_void_p),
+        ("route_probs", c_void_p),
         ("stream", c_void_p),
     ]
 
@@ -207,6 +209,7 @@ def declare(lib: ctypes.CDLL) -> None:
         "mok_workspace_create": ([POINTER(MokWorkspaceDesc), POINTER(workspace)], c_int32),
         "mok_workspace_destroy": ([workspace], None),
         "mok_routes_from_map": ([POINTER(MokRouteMapArgs)], c_int32),
+        "mok_check": ([workspace], c_int32),
         "mok_schedule": ([workspace, POINTER(MokScheduleArgs)], c_int32),
         "mok_dispatch": ([workspace, POINTER(MokDispatchArgs)], c_int32),
         "mok_combine": ([workspace, POINTER(MokCombineArgs)], c_int32),

@@ -6,7 +6,7 @@ class MoKError(RuntimeError):
 
 
 class MoKInvalidArgumentError(MoKError, ValueError):
-    """An argument was refused. Nothing ran on any rank; the workspace stays usable."""
+    """An argument was refused. No rank made the call; the workspace stays usable."""
 
 
 class MoKTimeoutError(MoKError):

@@ -23,7 +23,8 @@ class Schedule:
         block_offsets: [L + 1] int32, first row block of each local expert; last: number of blocks.
         rows: [blocks * 128] of `ROW_DTYPE`, ordered by expert, then (source rank, token, k);
             `rank` is -1 in padding rows.
-        segments: of `SEGMENT_DTYPE`, runs of tasks in ticket order (`MokSegment` in mok.h).
+        segments: of `SEGMENT_DTYPE`, runs of tasks in ticket order (`MokSegment` in mok.h). Each
+            engine cuts its own; those of the CUDA engine are the matrix tiles alone.
         num_tickets: number of tasks.
     """
 
@@ -42,6 +43,8 @@ def make_schedule(
 ) -> Schedule:
     """Builds the schedule of these routes. Collective, like a forward or backward call.
 
+    On a GPU this waits for the current stream, and cannot be captured in a CUDA graph.
+
     Args:
         expert_ids_TK: [T, K] int32, contiguous; -1 is no route.
         probs_TK: [T, K] float32, contiguous.
@@ -50,9 +53,9 @@ def make_schedule(
     counts_RE = np.zeros((workspace.ep_size, experts), np.int32)
     block_offsets = np.zeros(workspace.num_local_experts + 1, np.int32)
     rows = np.zeros(workspace.max_rows, ROW_DTYPE)
-    # Bound of csrc/schedule/segments.h with one block a group and a cut.
+    # With one block a group and a cut; see csrc/schedule/segments.h and csrc/sm90/order.cuh.
     blocks = workspace.max_rows // abi.BLOCK_ROWS
-    segments = np.zeros(4 * blocks + 2 * workspace.num_local_experts + 1, SEGMENT_DTYPE)
+    segments = np.zeros(5 * blocks + 2 * workspace.num_local_experts + 1, SEGMENT_DTYPE)
     args = abi.MokScheduleArgs(
         routes=abi.MokRoutes(
             tokens=expert_ids_TK.shape[0],
@@ -66,6 +69,7 @@ def make_schedule(
         row_capacity=len(rows),
         segments=segments.ctypes.data,
         segment_capacity=len(segments),
+        stream=workspace.current_stream(),
     )
     workspace.call("mok_schedule", args)
     return Schedule(

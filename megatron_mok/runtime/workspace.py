@@ -188,6 +188,22 @@ class Workspace:
         with _current(self.device):
             self._engine.call(function, self._pointer, ctypes.byref(args))
 
+    def check(self) -> None:
+        """Reports what earlier calls have left behind, without waiting for them.
+
+        Calls on a GPU return before the device has met its peers: that a peer refused its
+        arguments, or that a wait timed out, is reported by the next call or by this. Synchronise
+        first for an answer about all calls so far.
+
+        Raises:
+            MoKInvalidArgumentError: a rank refused a call, so no rank made it; results of that call
+                are undefined. The workspace can be used again.
+            MoKTimeoutError, MoKWorkspacePoisonedError: as from a call.
+        """
+        if not self._destroy.alive:
+            raise MoKInvalidArgumentError("mok_check: the workspace is closed")
+        self._engine.call("mok_check", self._pointer)
+
     def current_stream(self) -> int | None:
         """The CUDA stream that calls go to, as the C ABI takes it; None on the CPU."""
         if self.device.type == "cpu":

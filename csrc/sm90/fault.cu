@@ -1,0 +1,111 @@
+#include "error.h"
+#include "fault.h"
+
+namespace mok::sm90 {
+namespace {
+
+// What a wait was for, in the words of the host engine.
+struct SiteText {
+  const char* phase;
+  const char* detail;  // what Fault.detail numbers; NULL: nothing
+};
+
+SiteText describe_site(int32_t site) {
+  switch (site) {
+    case kWaitPeerCounts:
+      return {"entry", "rank"};
+    case kWaitPeerRows:
+      return {"row tables", "rank"};
+    case kWaitRowRing:
+      return {"dispatch", "block"};
+    case kWaitRows:
+      return {"fc1", "block"};
+    case kWaitActivationRing:
+      return {"fc1 store", "block"};
+    case kWaitActivations:
+      return {"fc2", "block"};
+    case kWaitCombine:
+      return {"combine", "token"};
+    case kWaitPulled:
+      return {"pull of this rank's rows", "rank"};
+    case kWaitPushed:
+      return {"combine", "rank"};
+    default:  // barriers between the warps of a CTA
+      return {"pipeline", nullptr};
+  }
+}
+
+const char* op_name(int32_t op) {
+  switch (static_cast<Op>(op & 0xff)) {
+    case Op::kSchedule:
+      return "schedule";
+    case Op::kDispatch:
+      return "dispatch";
+    case Op::kCombine:
+      return "combine";
+    case Op::kForward:
+      return "forward";
+    case Op::kBackward:
+      return "backward";
+  }
+  return "an unknown operation";
+}
+
+std::string rank_of(const MokShape& shape) {
+  return "rank " + std::to_string(shape.ep_rank) + " of EP " + std::to_string(shape.ep_size);
+}
+
+// Why nobody made the call, as this rank sees it.
+std::string describe_refusal(const RefusedCall& call, const MokShape& shape) {
+  const std::string peer = "rank " + std::to_string(call.rank) + " of the EP group";
+  if (call.rank == shape.ep_rank && call.route >= 0) {
+    return "expert id " + std::to_string(call.expert) + " at token " +
+           std::to_string(call.route / shape.topk) + ", k " +
+           std::to_string(call.route % shape.topk) + "; allowed are -1 (no route) to " +
+           std::to_string(shape.num_experts - 1);
+  }
+  if (call.tokens < 0) {
+    return peer + " refused its arguments (" + refusal_text(call.tokens) + "); see its error";
+  }
+  if ((call.op & 0xff) == (call.my_op & 0xff)) {
+    return peer + " has another number of CTAs than this rank";
+  }
+  return peer + " calls " + op_name(call.op) + " while this rank calls " + op_name(call.my_op) +
+         "; every rank must make the same calls in the same order";
+}
+
+}  // namespace
+
+FaultRecords::FaultRecords() {
+  check_cuda(cudaHostAlloc(reinterpret_cast<void**>(&memory_), sizeof(Memory), cudaHostAllocMapped),
+             "allocating pinned memory");
+  *memory_ = Memory{};
+}
+
+FaultRecords::~FaultRecords() { cudaFreeHost(memory_); }
+
+std::string FaultRecords::fault_message(const MokShape& shape) const {
+  const volatile Fault& fault = memory_->fault;
+  if (!fault.raised) return "";
+  const SiteText text = describe_site(fault.site);
+  const int32_t by = fault.by;
+  std::string what = rank_of(shape) + (by == shape.ep_rank ? " waited too long" : " stopped") +
+                     " in phase '" + text.phase + "'";
+  if (text.detail != nullptr && fault.detail >= 0) {
+    what += std::string(", for ") + text.detail + " " + std::to_string(fault.detail);
+  }
+  if (by != shape.ep_rank) what += ", because rank " + std::to_string(by) + " gave up waiting";
+  return what;
+}
+
+std::string FaultRecords::take_refusal(const MokShape& shape) {
+  volatile RefusedCall& record = memory_->refused;
+  if (!record.raised) return "";
+  const RefusedCall call{record.rank,  record.op,     record.tokens, record.my_op,
+                         record.route, record.expert, record.epoch,  1};
+  record.raised = 0;
+  return rank_of(shape) + " did not make call " + std::to_string(call.epoch) + " (" +
+         op_name(call.my_op) + "), whose results are undefined: " + describe_refusal(call, shape);
+}
+
+}  // namespace mok::sm90

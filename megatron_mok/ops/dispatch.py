@@ -1,0 +1,268 @@
+"""Dispatch and combine alone, around any experts: `torch.ops.mok` operators with autograd.
+
+    mok::dispatch           rows of this rank's experts, expert by expert
+    mok::dispatch_backward  its gradient: a combine that also brings a value of each row back
+    mok::combine            sum of each token's rows
+    mok::combine_backward   its gradient: a dispatch
+
+Shapes: T tokens, K routes per token, H hidden, L local experts, R = `workspace.max_rows`. All are
+collective over the workspace's EP group.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_mok.ops.checks import check_tensor
+from megatron_mok.ops.library import library
+from megatron_mok.runtime import Workspace, abi, workspace_of
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What a rank's experts work on.
+
+    Attributes:
+        rows_RH: [R, H] rows of the first expert in the order (source rank, token, k), zeros up to
+            a multiple of 128 rows, rows of the second expert, and so on. Rows behind the last
+            expert's are not initialised.
+        probs_R: [R] float32, the probability of each row's route, 0 in padding.
+        expert_rows_L: [L] int32, rows of each local expert without padding.
+    """
+
+    rows_RH: torch.Tensor
+    probs_R: torch.Tensor
+    expert_rows_L: torch.Tensor
+
+
+def dispatch(
+    hidden_TH: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    probs_TK: torch.Tensor,
+    workspace: Workspace,
+) -> Dispatched:
+    """Brings each token to the ranks of its experts. Collective; no host synchronisation.
+
+    Args:
+        hidden_TH: [T, H], of the workspace's dtype.
+        expert_ids_TK: [T, K] int32 ids in the whole EP group, in any order; -1 is no route.
+        probs_TK: [T, K], any floating dtype; carried in FP32.
+
+    Returns:
+        Differentiable in hidden and probs; the gradient of hidden is summed over a token's rows in
+        ascending expert id, in FP32. Gradients of rows that are not real rows are ignored.
+
+    Raises:
+        ValueError: an argument does not fit the workspace.
+        MoKError: the engine failed; `MoKTimeoutError` when a peer did not take part.
+    """
+    _check_device("hidden", hidden_TH, workspace)
+    return Dispatched(
+        *torch.ops.mok.dispatch(hidden_TH, expert_ids_TK, probs_TK.float(), workspace.handle)
+    )
+
+
+def combine(
+    rows_RH: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    workspace: Workspace,
+    *,
+    addend_TH: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums each token's rows, where they came from. Collective; no host synchronisation.
+
+    Args:
+        rows_RH: [R, H] in the order that `dispatch` gave for the same routes.
+        expert_ids_TK: [T, K] int32, as in `dispatch`.
+        addend_TH: [T, H] added before the sum is rounded (shared expert).
+
+    Returns:
+        [T, H]: FP32 sums in ascending expert id, rounded once. Differentiable in rows and addend;
+        gradients of padding are 0, those behind the last expert's rows not initialised.
+
+    Raises:
+        ValueError: an argument does not fit the workspace.
+        MoKError: the engine failed; `MoKTimeoutError` when a peer did not take part.
+    """
+    _check_device("rows", rows_RH, workspace)
+    return torch.ops.mok.combine(rows_RH, expert_ids_TK, addend_TH, workspace.handle)
+
+
+def _check_device(name: str, x: torch.Tensor, workspace: Workspace) -> None:
+    if x.device != workspace.device:
+        raise ValueError(f"{name} is on {x.device}; the workspace computes on {workspace.device}")
+
+
+def _routes(
+    ws: Workspace, expert_ids_TK: torch.Tensor, probs_TK: torch.Tensor | None
+) -> abi.MokRoutes:
+    shape = (None, ws.shape.topk)
+    check_tensor("expert_ids", expert_ids_TK, shape, torch.int32, ws.device)
+    if probs_TK is not None:
+        check_tensor("probs", probs_TK, expert_ids_TK.shape, torch.float32, ws.device)
+    return abi.MokRoutes(
+        tokens=expert_ids_TK.shape[0],
+        expert_ids=expert_ids_TK.data_ptr(),
+        probs=probs_TK.data_ptr() if probs_TK is not None else None,
+    )
+
+
+def _call_dispatch(
+    ws: Workspace,
+    source_TH: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    probs_TK: torch.Tensor | None,
+) -> Dispatched:
+    routes = _routes(ws, expert_ids_TK, probs_TK)
+    tokens = expert_ids_TK.shape[0]
+    check_tensor("hidden", source_TH, (tokens, ws.shape.hidden), ws.shape.dtype, ws.device)
+    out = Dispatched(*_dispatch_fake(source_TH, expert_ids_TK, probs_TK, ws.handle))
+    ws.call(
+        "mok_dispatch",
+        abi.MokDispatchArgs(
+            routes=routes,
+            hidden=source_TH.data_ptr(),
+            rows=out.rows_RH.data_ptr(),
+            row_probs=out.probs_R.data_ptr() if probs_TK is not None else None,
+            expert_rows=out.expert_rows_L.data_ptr(),
+            capacity=ws.max_rows,
+            stream=ws.current_stream(),
+        ),
+    )
+    return out
+
+
+def _call_combine(
+    ws: Workspace,
+    rows_RH: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    addend_TH: torch.Tensor | None,
+    row_probs_R: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    routes = _routes(ws, expert_ids_TK, None)
+    shape = ws.shape
+    tokens = expert_ids_TK.shape[0]
+    check_tensor("rows", rows_RH, (ws.max_rows, shape.hidden), shape.dtype, ws.device)
+    if addend_TH is not None:
+        check_tensor("addend", addend_TH, (tokens, shape.hidden), shape.dtype, ws.device)
+    output_TH = rows_RH.new_empty(tokens, shape.hidden)
+    probs_TK = None
+    if row_probs_R is not None:
+        check_tensor("row_probs", row_probs_R, (ws.max_rows,), torch.float32, ws.device)
+        probs_TK = row_probs_R.new_empty(tokens, shape.topk)
+    ws.call(
+        "mok_combine",
+        abi.MokCombineArgs(
+            routes=routes,
+            rows=rows_RH.data_ptr(),
+            capacity=ws.max_rows,
+            addend=addend_TH.data_ptr() if addend_TH is not None else None,
+            output=output_TH.data_ptr(),
+            row_probs=row_probs_R.data_ptr() if row_probs_R is not None else None,
+            route_probs=probs_TK.data_ptr() if probs_TK is not None else None,
+            stream=ws.current_stream(),
+        ),
+    )
+    return output_TH, probs_TK
+
+
+def _dispatch(
+    hidden: torch.Tensor, expert_ids: torch.Tensor, probs: torch.Tensor, workspace: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out = _call_dispatch(workspace_of(workspace), hidden, expert_ids, probs)
+    return out.rows_RH, out.probs_R, out.expert_rows_L
+
+
+def _dispatch_fake(hidden, expert_ids, probs, workspace):
+    ws = workspace_of(workspace)
+    return (
+        hidden.new_empty(ws.max_rows, ws.shape.hidden),
+        hidden.new_empty(ws.max_rows, dtype=torch.float32),
+        hidden.new_empty(ws.num_local_experts, dtype=torch.int32),
+    )
+
+
+def _dispatch_backward(
+    grad_rows: torch.Tensor, grad_row_probs: torch.Tensor, expert_ids: torch.Tensor, workspace: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _call_combine(workspace_of(workspace), grad_rows, expert_ids, None, grad_row_probs)
+
+
+def _dispatch_backward_fake(grad_rows, grad_row_probs, expert_ids, workspace):
+    tokens, hidden = expert_ids.shape[0], grad_rows.shape[1]
+    return grad_rows.new_empty(tokens, hidden), grad_row_probs.new_empty(expert_ids.shape)
+
+
+def _combine(
+    rows: torch.Tensor, expert_ids: torch.Tensor, addend: torch.Tensor | None, workspace: int
+) -> torch.Tensor:
+    return _call_combine(workspace_of(workspace), rows, expert_ids, addend)[0]
+
+
+def _combine_fake(rows, expert_ids, addend, workspace):
+    return rows.new_empty(expert_ids.shape[0], rows.shape[1])
+
+
+def _combine_backward(
+    grad_output: torch.Tensor, expert_ids: torch.Tensor, workspace: int
+) -> torch.Tensor:
+    return _call_dispatch(workspace_of(workspace), grad_output, expert_ids, None).rows_RH
+
+
+def _combine_backward_fake(grad_output, expert_ids, workspace):
+    return grad_output.new_empty(workspace_of(workspace).max_rows, grad_output.shape[1])
+
+
+def _setup_dispatch(ctx, inputs, output) -> None:
+    _, expert_ids, _, ctx.workspace = inputs
+    _, _, expert_rows = output
+    ctx.mark_non_differentiable(expert_rows)
+    ctx.save_for_backward(expert_ids)
+
+
+def _dispatch_gradients(ctx, grad_rows, grad_row_probs, _grad_expert_rows):
+    (expert_ids,) = ctx.saved_tensors
+    grad_hidden, grad_probs = torch.ops.mok.dispatch_backward(
+        grad_rows.contiguous(), grad_row_probs.contiguous(), expert_ids, ctx.workspace
+    )
+    return grad_hidden, None, grad_probs, None
+
+
+def _setup_combine(ctx, inputs, output) -> None:
+    _, expert_ids, addend, ctx.workspace = inputs
+    ctx.has_addend = addend is not None
+    ctx.save_for_backward(expert_ids)
+
+
+def _combine_gradients(ctx, grad_output):
+    (expert_ids,) = ctx.saved_tensors
+    grad_rows = torch.ops.mok.combine_backward(grad_output.contiguous(), expert_ids, ctx.workspace)
+    return grad_rows, None, grad_output if ctx.has_addend else None, None
+
+
+_OPERATORS = {
+    "dispatch(Tensor hidden, Tensor expert_ids, Tensor probs, int workspace) "
+    "-> (Tensor rows, Tensor row_probs, Tensor expert_rows)": (_dispatch, _dispatch_fake),
+    "dispatch_backward(Tensor grad_rows, Tensor grad_row_probs, Tensor expert_ids, int workspace) "
+    "-> (Tensor grad_hidden, Tensor grad_probs)": (_dispatch_backward, _dispatch_backward_fake),
+    "combine(Tensor rows, Tensor expert_ids, Tensor? addend, int workspace) -> Tensor": (
+        _combine,
+        _combine_fake,
+    ),
+    "combine_backward(Tensor grad_output, Tensor expert_ids, int workspace) -> Tensor": (
+        _combine_backward,
+        _combine_backward_fake,
+    ),
+}
+for _schema, (_implementation, _fake) in _OPERATORS.items():
+    _name = _schema.partition("(")[0]
+    library.define(_schema)
+    for _device in ("CPU", "CUDA"):
+        library.impl(_name, _implementation, _device)
+    torch.library.register_fake(f"mok::{_name}", _fake, lib=library)
+torch.library.register_autograd(
+    "mok::dispatch", _dispatch_gradients, setup_context=_setup_dispatch, lib=library
+)
+torch.library.register_autograd(
+    "mok::combine", _combine_gradients, setup_context=_setup_combine, lib=library
+)
