@@ -72,41 +72,44 @@ def rank_process(rank, ep_size, port, results):
     ]
     torch.cuda.synchronize()
     same = all(torch.equal(outputs[0], other) for other in outputs)
-    results.put((rank, same, outputs[0].cpu().view(torch.int16).numpy()))
+    results.put((rank, (same, outputs[0].cpu().view(torch.int16).numpy())))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_processes(ep_size):
-    """Output of all tokens, as the bits of BF16."""
+def run_processes(ep_size, target=rank_process, *args):
+    """What target(rank, ep_size, port, results, *args) put into `results`, in rank order."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     port = 29500 + os.getpid() % 1000 + ep_size
     ranks = [
-        context.Process(target=rank_process, args=(r, ep_size, port, results))
+        context.Process(target=target, args=(r, ep_size, port, results, *args))
         for r in range(ep_size)
     ]
     for process in ranks:
         process.start()
     try:
-        parts = {}
-        for _ in ranks:
-            rank, same, bits = results.get(timeout=150)
-            assert same, f"rank {rank}: three calls differ"
-            parts[rank] = torch.from_numpy(bits)
+        parts = dict(results.get(timeout=150) for _ in ranks)
         for process in ranks:
             process.join(timeout=30)
-        return torch.cat([parts[r] for r in range(ep_size)])
+        return [parts[r] for r in range(ep_size)]
     finally:
         for process in ranks:
             process.kill()
+
+
+def output_bits(ep_size):
+    """Output of all tokens, as the bits of BF16."""
+    parts = run_processes(ep_size)
+    assert all(same for same, _ in parts), "three calls differ"
+    return torch.cat([torch.from_numpy(bits) for _, bits in parts])
 
 
 @pytest.mark.skipif(find_mps_control() is None, reason="no nvidia-cuda-mps-control")
 def test_bitwise_equal_at_every_ep_size_across_processes(monkeypatch):
     with mps_daemon():
         monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
-        alone = run_processes(1)
+        alone = output_bits(1)
         for ep_size in (2, 4, 8):
             monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", str(100 / ep_size))
-            assert torch.equal(alone, run_processes(ep_size)), ep_size
+            assert torch.equal(alone, output_bits(ep_size)), ep_size

@@ -1,0 +1,149 @@
+"""Beside other kernels: collectives that hold SMs until their peers run, and other workspaces."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.layers import gpu_layer, workspaces_for
+from tests.gpu.test_processes import find_mps_control, mps_daemon, run_processes
+
+pytestmark = pytest.mark.gpu
+
+EP, HOG_CTAS, HOG_LIMIT_MS = 2, 20, 8000
+
+
+def build_hog(folder) -> str:
+    target = Path(folder) / "libhog.so"
+    source = Path(__file__).parent / "hog.cu"
+    flags = ["-std=c++20", "-O2", "-shared", "-Xcompiler=-fPIC", "-cudart=static"]
+    arch = "-gencode=arch=compute_90a,code=sm_90a"
+    subprocess.run(["nvcc", arch, *flags, source, "-o", target], check=True, timeout=120)
+    return str(target)
+
+
+class Hog:
+    """Launches hog.cu: kernels on all ranks that end when all of them run."""
+
+    def __init__(self, library, group):
+        import torch.distributed as dist
+
+        from megatron_mok.runtime.engine import load_engine
+        from megatron_mok.runtime.segments import map_peer_segments
+
+        self._lib = ctypes.CDLL(library)
+        self._lib.hog.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint32),
+            *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        ]
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._segments = map_peer_segments(load_engine("cuda"), 8 * 128 * 4, group)
+        self._flags = (ctypes.c_void_p * self._ranks)(*[s.address for s in self._segments])
+        self._round = 0
+        self.stream = torch.cuda.Stream()
+        self.timeouts = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def launch(self):
+        self._round += 1
+        error = self._lib.hog(
+            self._flags,
+            self._rank,
+            self._ranks,
+            self._round,
+            HOG_CTAS,
+            HOG_LIMIT_MS,
+            self.timeouts.data_ptr(),
+            self.stream.cuda_stream,
+        )
+        assert error == 0
+
+
+def hogged_rank(rank, ep_size, port, results, library):
+    import torch.distributed as dist
+
+    from megatron_mok.ops import combine, dispatch, fused_moe
+    from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=ep_size)
+    layer = gpu_layer(1200, 512, 256, 16, 4, seed=71)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    workspace = Workspace.create(
+        LayerShape(**layer.shape),
+        dist.group.WORLD,
+        torch.device("cuda"),
+        RuntimeOptions(first_wait_s=30, inner_wait_s=10, workers=min(sms, 132 // ep_size)),
+    )
+    hog = Hog(library, dist.group.WORLD)
+    own = slice(1200 * rank // ep_size, 1200 * (rank + 1) // ep_size)
+    experts = slice(16 * rank // ep_size, 16 * (rank + 1) // ep_size)
+    args = [x[own].clone() for x in (layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK)]
+    args[0].requires_grad_()
+    weights = layer.fc1[experts], layer.fc2[experts]
+
+    def all_calls():
+        fused_TH = fused_moe(*args, *weights, workspace)
+        (grad_TH,) = torch.autograd.grad(fused_TH, args[0], layer.grad_output_TH[own])
+        sent = dispatch(*args, workspace)
+        return fused_TH, grad_TH, combine(sent.rows_RH, args[1], workspace)
+
+    first = all_calls()
+    torch.cuda.synchronize()
+    different = []
+    for order in ("before", "after", "beside", "other way round") * 2:
+        hog_first = {"before": True, "after": False}.get(order, (order == "beside") == (rank == 0))
+        if hog_first:
+            hog.launch()
+        outputs = all_calls()
+        if not hog_first:
+            hog.launch()
+        torch.cuda.synchronize()
+        workspace.check()
+        if not all(torch.equal(x, y) for x, y in zip(first, outputs, strict=True)):
+            different.append(order)
+    results.put((rank, (different, int(hog.timeouts))))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(find_mps_control() is None, reason="no nvidia-cuda-mps-control")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("connections", [1, 32])
+def test_kernels_that_hold_sms_until_their_peers_run(connections, tmp_path, monkeypatch):
+    library = build_hog(tmp_path)
+    with mps_daemon():
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(connections))
+        monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", str(100 / EP))
+        for different, timeouts in run_processes(EP, hogged_rank, library):
+            assert not different
+            assert timeouts == 0
+
+
+def test_two_workspaces_and_several_layers_on_two_streams():
+    from megatron_mok.ops import fused_moe
+
+    kinds = [(900, 512, 256, 16, 4), (1100, 256, 320, 8, 2)]
+    layers = [[gpu_layer(*kind, seed=s) for s in range(3)] for kind in kinds]
+    workspaces = [workspaces_for(of_kind[0], 1)[0] for of_kind in layers]
+    streams = [torch.cuda.Stream() for _ in kinds]
+
+    def call(layer, workspace):
+        return fused_moe(
+            layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK, layer.fc1, layer.fc2, workspace
+        )
+
+    alone = [[call(x, w) for x in xs] for xs, w in zip(layers, workspaces, strict=True)]
+    torch.cuda.synchronize()
+    together = [[], []]
+    for i in range(12):
+        for kind, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                together[kind].append(call(layers[kind][i % 3], workspaces[kind]))
+    torch.cuda.synchronize()
+    for kind in range(2):
+        for i, output_TH in enumerate(together[kind]):
+            assert torch.equal(output_TH, alone[kind][i % 3]), (kind, i)

@@ -1,0 +1,140 @@
+"""Dispatch and combine alone on the Hopper engine."""
+
+import pytest
+import torch
+
+from megatron_mok.ops import combine, dispatch, fused_moe
+from megatron_mok.runtime import abi
+from tests.dispatch_layer import run_dispatched_layer
+from tests.gpu.layers import SHAPES, gpu_layer, workspaces_for
+from tests.in_process import make_workspaces, random_layer, relative_error, run_ranks, run_reference
+
+pytestmark = pytest.mark.gpu
+
+
+def even_cuts(tokens, ep_size):
+    cuts = [tokens * r // ep_size for r in range(ep_size + 1)]
+    if ep_size > 1:
+        cuts[1] = 0  # rank 0 has no tokens
+    return cuts
+
+
+def round_trip(layer, workspaces, cuts, device, addend_TH=None):
+    """Per rank: used rows, their probs, rows of each expert; and the combined output of all."""
+
+    def body(rank):
+        own = slice(cuts[rank], cuts[rank + 1])
+        ids_TK = layer.expert_ids_TK[own].contiguous()
+        addend = addend_TH[own] if addend_TH is not None else None
+        sent = dispatch(layer.hidden_TH[own], ids_TK, layer.probs_TK[own], workspaces[rank])
+        output_TH = combine(sent.rows_RH, ids_TK, workspaces[rank], addend_TH=addend)
+        blocks = sum(-(-n // abi.BLOCK_ROWS) for n in sent.expert_rows_L.tolist())
+        used = slice(0, blocks * abi.BLOCK_ROWS)
+        return sent.rows_RH[used], sent.probs_R[used], sent.expert_rows_L, output_TH
+
+    results = run_ranks(len(workspaces), body, device)
+    return [r[:3] for r in results], torch.cat([r[3] for r in results])
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s != "odd"])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_bitwise_the_host_engines(shape, ep_size):
+    tokens, hidden, _, experts, topk = SHAPES[shape]
+    if experts % ep_size:
+        pytest.skip("experts do not divide")
+    host = random_layer(tokens, hidden, 64, experts, topk, torch.bfloat16, seed=tokens)
+    host_addend_TH = host.grad_output_TH
+    cuts = even_cuts(tokens, ep_size)
+    on_host, host_TH = round_trip(
+        host, make_workspaces(ep_size, **host.shape), cuts, "cpu", host_addend_TH
+    )
+    layer = gpu_layer(tokens, hidden, 64, experts, topk, seed=tokens)
+    workspaces = workspaces_for(layer, ep_size)
+    for _ in range(2):
+        on_gpu, output_TH = round_trip(layer, workspaces, cuts, "cuda", layer.grad_output_TH)
+        assert torch.equal(output_TH.cpu(), host_TH)
+        for mine, theirs in zip(on_gpu, on_host, strict=True):
+            for x, y in zip(mine, theirs, strict=True):
+                assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_layer_between_dispatch_and_combine(ep_size):
+    layer = gpu_layer(900, 256, 192, 8, 3, seed=51)
+    layer.probs_TK[::3] = 0.0
+    result = run_dispatched_layer(
+        layer, workspaces_for(layer, ep_size), even_cuts(900, ep_size), "cuda"
+    )
+    exact = run_reference(layer, torch.float64)
+    for name, got in result.tensors().items():
+        assert relative_error(got, exact.tensors()[name]) < 2e-2, name
+
+
+def test_bitwise_equal_at_every_ep_size():
+    layer = gpu_layer(1500, 1024, 64, 16, 4, seed=52)
+    _, alone_TH = round_trip(layer, workspaces_for(layer, 1), [0, 1500], "cuda")
+    for ep_size in (2, 4, 8):
+        cuts = even_cuts(1500, ep_size)
+        _, output_TH = round_trip(layer, workspaces_for(layer, ep_size), cuts, "cuda")
+        assert torch.equal(alone_TH, output_TH), ep_size
+
+
+def test_calls_of_all_kinds_follow_each_other_while_a_rank_is_late():
+    """What a rank stages and pushes must stay until its peers are done with it."""
+    ep_size, tokens = 2, 600
+    layers = [gpu_layer(tokens, 512, 128, 8, 3, seed=s) for s in (53, 54, 55)]
+    workspaces = workspaces_for(layers[0], ep_size)
+    cuts = [0, 250, tokens]
+    expected = []
+    for layer in layers:
+        (workspace,) = workspaces_for(layer, 1)
+        expected.append(layer_results(layer, workspace, 0, slice(0, tokens), 1))
+
+    def body(rank):
+        own = slice(cuts[rank], cuts[rank + 1])
+        results = []
+        for i, layer in enumerate(layers * 4):
+            if i % 2 == rank:
+                torch.cuda._sleep(2_000_000)  # cycles: about a millisecond
+            results.append(layer_results(layer, workspaces[rank], rank, own, ep_size))
+        return results
+
+    by_rank = run_ranks(ep_size, body, "cuda")
+    for call, pair in enumerate(zip(*by_rank, strict=True)):
+        for kind, parts in enumerate(zip(*pair, strict=True)):
+            wanted = expected[call % len(layers)][kind]
+            assert torch.equal(torch.cat(parts), wanted), (call, kind)
+
+
+def layer_results(layer, workspace, rank, own, ep_size):
+    """Output of the fused layer, and of dispatch and combine, back to back."""
+    per_rank = len(layer.fc1) // ep_size
+    experts = slice(rank * per_rank, (rank + 1) * per_rank)
+    args = (layer.hidden_TH[own], layer.expert_ids_TK[own], layer.probs_TK[own])
+    sent = dispatch(*args, workspace)
+    fused_TH = fused_moe(*args, layer.fc1[experts], layer.fc2[experts], workspace)
+    return fused_TH, combine(sent.rows_RH, args[1], workspace)
+
+
+def test_graph_replay_follows_routing_that_changes_in_place():
+    layer = gpu_layer(700, 512, 64, 8, 2, seed=56)
+    (workspace,) = workspaces_for(layer, 1)
+
+    def call():
+        sent = dispatch(layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK, workspace)
+        return combine(sent.rows_RH, layer.expert_ids_TK, workspace)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output_TH = call()
+    for seed in range(3):
+        other = gpu_layer(700, 512, 64, 8, 2, seed=seed)
+        layer.expert_ids_TK.copy_(other.expert_ids_TK)
+        layer.hidden_TH.copy_(other.hidden_TH)
+        graph.replay()
+        torch.cuda.synchronize()
+        routes_T = (layer.expert_ids_TK >= 0).sum(dim=1, keepdim=True)
+        assert torch.equal(output_TH, (layer.hidden_TH.float() * routes_T).bfloat16())
+        assert torch.equal(output_TH, call())
