@@ -16,6 +16,24 @@ MOK_DEVICE void write_expert_rows(const DispatchParams& p) {
   }
 }
 
+// Claims pieces, one from each 1/L of the row table in turn. Where routes are even, these are L
+// experts: rows that they take from one token are then pulled at about the same time, all but the
+// first from L2.
+MOK_DEVICE DispatchPiece claim_piece(const DispatchParams& p) {
+  CallState& state = *p.local.state;
+  const int32_t pieces = state.num_blocks * kPieces;
+  const int32_t parts = p.geometry.local_experts;
+  const auto part_pieces = static_cast<int32_t>(ceil_div(pieces, parts));
+  while (true) {
+    uint32_t claimed = 0;
+    if (threadIdx.x % 32 == 0) claimed = atomicAdd(&state.counters.dispatch_ticket, 1u);
+    const int32_t ticket = warp_uniform(claimed);
+    if (ticket >= part_pieces * parts) return DispatchPiece(-1);
+    const int32_t piece = ticket % parts * part_pieces + ticket / parts;
+    if (piece < pieces) return DispatchPiece(piece);
+  }
+}
+
 MOK_DEVICE void write_probs(const DispatchParams& p, const DispatchPiece& piece) {
   const int32_t lane = threadIdx.x % 32;
   if (lane >= kPieceRows) return;
@@ -33,7 +51,7 @@ __global__ void __launch_bounds__(kCopyThreads, kCopyCtasPerSm)
   if (blockIdx.x == 0) write_expert_rows(p);
   const PulledMatrix pulled[] = {{p.peers.hidden, p.rows}};
   bool last = nothing_to_do(p);
-  for (DispatchPiece piece(p); piece.ticket >= 0; piece = DispatchPiece(p)) {
+  for (DispatchPiece piece = claim_piece(p); piece.ticket >= 0; piece = claim_piece(p)) {
     if (p.row_probs != nullptr) write_probs(p, piece);
     piece.pull(p, g.max_blocks, pulled);
     if (is_last_piece(p)) last = true;

@@ -52,6 +52,7 @@ struct DispatchPiece {
     ticket = warp_uniform(claimed);
     if (ticket >= p.local.state->num_blocks * kPieces) ticket = -1;
   }
+  MOK_DEVICE explicit DispatchPiece(int32_t piece) : ticket(piece) {}
 
   MOK_DEVICE int32_t block() const { return ticket / kPieces; }
   MOK_DEVICE int32_t first_row() const { return ticket % kPieces * kPieceRows; }

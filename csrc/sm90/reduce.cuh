@@ -115,7 +115,7 @@ class TokenQueue {
 };
 
 // Sums one item with 8 loads of 16 bytes a lane in flight. result(n): the token's n-th result, a
-// row of H; called by whole warps.
+// row of H, or anything where there is none; called by whole warps.
 template <typename Result>
 MOK_DEVICE void reduce_token(const CallParams& p, const ReduceItem& item, Result result) {
   constexpr int32_t kBatch = 8;
@@ -132,9 +132,8 @@ MOK_DEVICE void reduce_token(const CallParams& p, const ReduceItem& item, Result
       uint4 v[kBatch];
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {
-        if (n + i >= routes) continue;
         const uint8_t* row = result(n + i);
-        if (inside) v[i] = load_columns(row + at);
+        if (n + i < routes && inside) v[i] = load_columns(row + at);
       }
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {

@@ -81,6 +81,7 @@ MOK_DEVICE int32_t block_scan(int32_t value, int32_t* scratch, Op op) {
   const int32_t lane = threadIdx.x % 32;
   const int32_t warp = threadIdx.x / 32;
   value = warp_scan(value, op);
+  __syncthreads();  // the scan before may still be reading
   if (lane == 31) scratch[warp] = value;
   __syncthreads();
   if (warp == 0) scratch[lane] = warp_scan(scratch[lane], op);

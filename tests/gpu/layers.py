@@ -3,6 +3,8 @@
 Ranks are threads of this process with a stream each and their share of the SMs.
 """
 
+import threading
+
 import torch
 
 from megatron_mok.runtime import RuntimeOptions
@@ -20,7 +22,7 @@ SHAPES = {
 }
 
 
-def options(ep_size, wait_s=20.0):
+def options(ep_size, wait_s=10.0):
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     return RuntimeOptions(first_wait_s=wait_s, inner_wait_s=wait_s, workers=sms // ep_size)
 
@@ -40,6 +42,26 @@ def gpu_layer(tokens, hidden, ffn, experts, topk, seed, expert_ids_TK=None):
     return on_gpu(
         random_layer(tokens, hidden, ffn, experts, topk, torch.bfloat16, seed, expert_ids_TK)
     )
+
+
+class Start:
+    """Lets ranks that are threads begin together, with memory for their rows in torch's pool.
+
+    Otherwise a large cudaMalloc of one rank could wait for kernels of another, which wait for it.
+    """
+
+    def __init__(self, ep_size):
+        self._barrier = threading.Barrier(ep_size)
+
+    def __call__(self, workspace):
+        rows = [
+            torch.empty(
+                workspace.max_rows, workspace.shape.hidden, dtype=torch.bfloat16, device="cuda"
+            )
+            for _ in range(2)
+        ]
+        del rows
+        self._barrier.wait(timeout=60)
 
 
 def workspaces_for(layer, ep_size, **changes):

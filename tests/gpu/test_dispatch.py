@@ -6,7 +6,7 @@ import torch
 from megatron_mok.ops import combine, dispatch, fused_moe
 from megatron_mok.runtime import abi
 from tests.dispatch_layer import run_dispatched_layer
-from tests.gpu.layers import SHAPES, gpu_layer, workspaces_for
+from tests.gpu.layers import SHAPES, Start, gpu_layer, workspaces_for
 from tests.in_process import make_workspaces, random_layer, relative_error, run_ranks, run_reference
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,10 @@ def even_cuts(tokens, ep_size):
 def round_trip(layer, workspaces, cuts, device, addend_TH=None):
     """Per rank: used rows, their probs, rows of each expert; and the combined output of all."""
 
+    start = Start(len(workspaces)) if device == "cuda" else lambda workspace: None
+
     def body(rank):
+        start(workspaces[rank])
         own = slice(cuts[rank], cuts[rank + 1])
         ids_TK = layer.expert_ids_TK[own].contiguous()
         addend = addend_TH[own] if addend_TH is not None else None
@@ -71,7 +74,7 @@ def test_layer_between_dispatch_and_combine(ep_size):
 
 
 def test_bitwise_equal_at_every_ep_size():
-    layer = gpu_layer(1500, 1024, 64, 16, 4, seed=52)
+    layer = gpu_layer(1500, 512, 64, 16, 4, seed=52)
     _, alone_TH = round_trip(layer, workspaces_for(layer, 1), [0, 1500], "cuda")
     for ep_size in (2, 4, 8):
         cuts = even_cuts(1500, ep_size)
@@ -90,7 +93,10 @@ def test_calls_of_all_kinds_follow_each_other_while_a_rank_is_late():
         (workspace,) = workspaces_for(layer, 1)
         expected.append(layer_results(layer, workspace, 0, slice(0, tokens), 1))
 
+    start = Start(ep_size)
+
     def body(rank):
+        start(workspaces[rank])
         own = slice(cuts[rank], cuts[rank + 1])
         results = []
         for i, layer in enumerate(layers * 4):
