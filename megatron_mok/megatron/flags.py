@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_mok.megatron.errors import MoKConfigError
+from megatron_mok.runtime import PEER_MEMORY
 
 MODES = ("fused", "dispatch")
 AVAILABLE_MODES = ("fused",)
@@ -59,6 +60,13 @@ class MoKOptions:
     host_threads: int = _flag(
         0, int, "Threads per rank of the CPU engine; 0 takes the engine's default."
     )
+    peer_memory: str = _flag(
+        "ipc",
+        str,
+        "How expert-parallel ranks map each other's memory. ipc: handles exchanged between the "
+        "processes of one host (CUDA IPC on GPUs). symm_mem: PyTorch's symmetric memory.",
+        PEER_MEMORY,
+    )
     first_timeout_s: float = 600.0
     """Seconds to wait for peers to arrive; from --distributed-timeout-minutes, so no flag."""
 
@@ -80,6 +88,10 @@ class MoKOptions:
             )
         if not _is_int(self.host_threads, 0):
             problems.append(f"--mok-host-threads {self.host_threads!r}: must be an integer >= 0")
+        if self.peer_memory not in PEER_MEMORY:
+            problems.append(
+                f"--mok-peer-memory {self.peer_memory!r}: allowed are {', '.join(PEER_MEMORY)}"
+            )
         if not _is_number(self.first_timeout_s) or self.first_timeout_s <= 0:
             problems.append(
                 f"first_timeout_s {self.first_timeout_s!r} (--distributed-timeout-minutes): "

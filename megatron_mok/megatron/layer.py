@@ -180,6 +180,7 @@ def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> 
         first_wait_s=options.first_timeout_s,
         inner_wait_s=options.inner_timeout_s,
         workers=options.host_threads,
+        peer_memory=options.peer_memory,
     )
     try:
         workspace = get_workspace(shape, ep_group, _device(), runtime_options)

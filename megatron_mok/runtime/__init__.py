@@ -8,6 +8,7 @@ from megatron_mok.runtime.errors import (
     MoKUnsupportedError,
     MoKWorkspacePoisonedError,
 )
+from megatron_mok.runtime.segments import PEER_MEMORY
 from megatron_mok.runtime.workspace import (
     LayerShape,
     RuntimeOptions,
@@ -18,6 +19,7 @@ from megatron_mok.runtime.workspace import (
 )
 
 __all__ = [
+    "PEER_MEMORY",
     "LayerShape",
     "MoKError",
     "MoKInvalidArgumentError",

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from megatron_mok.runtime import abi
 from megatron_mok.runtime.engine import Engine, dtype_code, load_engine
 from megatron_mok.runtime.errors import MoKInvalidArgumentError
-from megatron_mok.runtime.segments import Segment, map_peer_segments
+from megatron_mok.runtime.segments import (
+    PEER_MEMORY,
+    Segment,
+    SymmetricSegment,
+    map_peer_segments,
+)
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,14 @@ class RuntimeOptions:
         inner_wait_s: seconds every later wait of a call may take.
         workers: threads of the host engine on this rank (0: CPUs divided by ranks), or CTAs of the
             CUDA engine (0: one per SM; fewer where ranks share a GPU).
+        peer_memory: how ranks map each other's memory. "ipc": handles that processes of one host
+            exchange. "symm_mem": PyTorch's symmetric memory, on GPUs only, one for each rank.
     """
 
     first_wait_s: float = 600.0
     inner_wait_s: float = 60.0
     workers: int = 0
+    peer_memory: str = "ipc"
 
     def __post_init__(self) -> None:
         for name in ("first_wait_s", "inner_wait_s"):
@@ -75,6 +83,10 @@ class RuntimeOptions:
                 raise ValueError(f"{name} is {value}; allowed is 0.001 to 2,000,000 seconds")
         if self.workers < 0:
             raise ValueError(f"workers is {self.workers}; allowed is 0 (automatic) or more")
+        if self.peer_memory not in PEER_MEMORY:
+            raise ValueError(
+                f"peer_memory is {self.peer_memory!r}; allowed are {', '.join(PEER_MEMORY)}"
+            )
 
 
 _handles = itertools.count(1)
@@ -101,7 +113,7 @@ class Workspace:
         engine: Engine,
         shape: LayerShape,
         ep_rank: int,
-        segments: list[Segment],
+        segments: list[Segment] | list[SymmetricSegment],
         device: torch.device,
         options: RuntimeOptions,
     ):
@@ -153,7 +165,9 @@ class Workspace:
         _check_same_on_all_ranks(shape, group, ep_size)
         with _current(device):
             layout = _layout(engine, _c_shape(shape, ep_size, ep_rank), options)
-            segments = map_peer_segments(engine, layout.peer_bytes, group)
+            segments = map_peer_segments(
+                engine, layout.peer_bytes, group, device, options.peer_memory
+            )
             return cls(engine, shape, ep_rank, segments, device, options)
 
     @classmethod

@@ -41,7 +41,9 @@ class Hog:
             *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
         ]
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._segments = map_peer_segments(load_engine("cuda"), 8 * 128 * 4, group)
+        self._segments = map_peer_segments(
+            load_engine("cuda"), 8 * 128 * 4, group, torch.device("cuda")
+        )
         self._flags = (ctypes.c_void_p * self._ranks)(*[s.address for s in self._segments])
         self._round = 0
         self.stream = torch.cuda.Stream()
