@@ -89,6 +89,14 @@ def check_backward(layer: BenchLayer, reference: Reference) -> Verdict:
     return _compare(pairs, layer.inputs.dtype)
 
 
+def check_moves(layer: BenchLayer) -> Verdict:
+    """Runs dispatch and combine with nothing in between: K times the hidden states."""
+    _poison(layer.inputs)
+    expected_TH = layer.inputs.hidden_TH.float() * layer.inputs.topk
+    pairs = {"dispatch and combine": (layer.combine(layer.dispatch()), expected_TH)}
+    return _compare(pairs, layer.inputs.dtype)
+
+
 def _poison(inputs: LayerInputs) -> None:
     # PyTorch hands freed memory out again: results of another arm must not be found in memory that
     # this arm was given and did not write.

@@ -12,7 +12,10 @@ ROUTED_FLOPS = {"forward": 6, "backward": 12, "both": 18}
 """FLOPs of each direction per route, hidden and FFN column: three matrices of H x F per expert, two
 FLOPs per weight in forward, twice that in backward. Padding, SwiGLU and sums count as nothing."""
 
-DIRECTIONS = tuple(ROUTED_FLOPS)
+MOVED_DIRECTIONS = ("dispatch", "combine")
+"""Directions that compute nothing: from hidden states to rows by expert, and from those back."""
+
+DIRECTIONS = (*ROUTED_FLOPS, *MOVED_DIRECTIONS)
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,19 @@ class BenchConfig:
 
     @property
     def needs_backward(self) -> bool:
-        return self.directions != ("forward",)
+        return bool({"backward", "both"} & set(self.directions))
+
+    @property
+    def needs_layer(self) -> bool:
+        """Whether a direction computes the experts."""
+        return bool(ROUTED_FLOPS.keys() & set(self.directions))
 
 
 def routed_flops(direction: str, tokens: int, preset: Preset) -> int:
     """FLOPs of the routed experts in one launch."""
     return ROUTED_FLOPS[direction] * tokens * preset.topk * preset.hidden * preset.ffn
+
+
+def moved_bytes(tokens: int, preset: Preset, element_bytes: int) -> int:
+    """Least bytes of a dispatch or combine: each token once, and each of its K rows once."""
+    return (1 + preset.topk) * tokens * preset.hidden * element_bytes

@@ -3,6 +3,7 @@
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -114,6 +115,23 @@ class BenchLayer(abc.ABC):
     def main_grads(self) -> Sequence[torch.Tensor]:
         """The FP32 buffers that backwards add weight gradients into."""
         return ()
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether the implementation has a dispatch and a combine of their own."""
+        return type(self).dispatch is not BenchLayer.dispatch
+
+    def dispatch(self) -> Any:
+        """Rows of hidden states by expert, from routing map and probs; without gradients. Returns
+        what `combine` takes."""
+        raise NotImplementedError
+
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        """[T, H] sums of each token's rows; without gradients."""
+        raise NotImplementedError
+
+    # Names of the kernels that begin and end the schedule inside a forward.
+    schedule_kernels: tuple[str, str] | None = None
 
     def _grads(self, output_TH: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple:
         """Gradients of hidden, probs and `weights`, None where autograd has none."""

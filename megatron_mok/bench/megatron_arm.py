@@ -30,7 +30,9 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 class MegatronLayer(MainGradLayer):
     """MoELayer of one rank, with fused permutation, grouped GEMMs, fused SwiGLU and weight
-    gradients added into FP32 `main_grad`. Its router is there but not called."""
+    gradients added into FP32 `main_grad`. Its router is there but not called. Dispatch and combine
+    alone are its fused permutations, all that its dispatcher launches on a rank alone but for the
+    counts."""
 
     def __init__(self, inputs: LayerInputs):
         self._layer = _make_layer(inputs)
@@ -49,6 +51,26 @@ class MegatronLayer(MainGradLayer):
         return forward_without_router(
             self._layer, self.hidden_TH, self.probs_TE, self.inputs.routing_map_TE
         )
+
+    @torch.no_grad()
+    def dispatch(self):
+        from megatron.core.transformer.moe.moe_utils import permute
+
+        tokens, topk = self.inputs.tokens, self.inputs.topk
+        rows, _, sorted_indices, *_ = permute(
+            self.hidden_TH,
+            self.inputs.routing_map_TE,
+            probs=self.probs_TE,
+            num_out_tokens=tokens * topk,
+            fused=True,
+        )
+        return rows, sorted_indices
+
+    @torch.no_grad()
+    def combine(self, dispatched) -> torch.Tensor:
+        from megatron.core.transformer.moe.moe_utils import unpermute
+
+        return unpermute(*dispatched, restore_shape=self.hidden_TH.shape, fused=True)
 
 
 def forward_without_router(layer, hidden_TH, probs_TE, routing_map_TE) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_mok.ops import fused_moe, routes_from_map
+from megatron_mok.ops import combine, dispatch, fused_moe, routes_from_map
 from megatron_mok.runtime import LayerShape, MoKError, Workspace
 from megatron_mok.runtime.engine import load_engine
 
@@ -20,6 +20,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class MokLayer(MainGradLayer):
     """Routes from the map, then the fused layer; weight gradients are added into FP32 `main_grad`,
     and the pre-activations of all rows are kept for backward."""
+
+    schedule_kernels = ("count_kernel", "route_kernel")
 
     def __init__(self, inputs: LayerInputs):
         fc1, fc2 = (
@@ -51,3 +53,14 @@ class MokLayer(MainGradLayer):
             saved_rows=self._workspace.max_rows,
             accumulate_into_main_grad=True,
         )
+
+    @torch.no_grad()
+    def dispatch(self):
+        ids_TK, probs_TK = routes_from_map(
+            self.probs_TE, self.inputs.routing_map_TE, self.inputs.topk
+        )
+        return dispatch(self.hidden_TH, ids_TK, probs_TK, self._workspace).rows_RH, ids_TK
+
+    @torch.no_grad()
+    def combine(self, dispatched) -> torch.Tensor:
+        return combine(*dispatched, self._workspace)

@@ -19,7 +19,12 @@ from .runner import Report, Row
 def print_report(console: Console, report: Report) -> None:
     """Print a table per preset, the dense rate, and why arms have no figures."""
     for _, rows in groupby(report.rows, key=lambda row: row.preset):
-        console.print(table(list(rows)))
+        rows = list(rows)
+        console.print(table(rows))
+        shares = [100 * row.schedule_ms / row.ms for row in rows if row.schedule_ms]
+        if shares:
+            share = f"{min(shares):.1f} to {max(shares):.1f} %"
+            console.print(f"schedule of mok: {share} of a forward", soft_wrap=True)
         console.print()
     if report.dense is not None:
         console.print(f"dense: {dense_line(report)}", soft_wrap=True)
@@ -99,7 +104,7 @@ def _cells(row: Row) -> Iterator[str | Text]:
     else:
         yield _ms(row.ms)
         yield f"{_ms(row.p10)}-{_ms(row.p90)}"
-        yield _rate(row.tflops)
+        yield f"{row.gb_per_s:.0f} GB/s" if row.tflops is None else _rate(row.tflops)
         yield "-" if row.fraction_of_dense is None else f"{row.fraction_of_dense:.3f}"
     yield "" if row.error is None else f"{row.error:.1e}"
 

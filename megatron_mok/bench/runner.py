@@ -9,11 +9,18 @@ import numpy as np
 import torch
 
 from .arms import ARMS
-from .check import Reference, Verdict, check_backward, check_forward, compute_reference
-from .config import BenchConfig, TimingOptions, routed_flops
+from .check import (
+    Reference,
+    Verdict,
+    check_backward,
+    check_forward,
+    check_moves,
+    compute_reference,
+)
+from .config import MOVED_DIRECTIONS, BenchConfig, TimingOptions, moved_bytes, routed_flops
 from .layer import BenchLayer, LayerInputs, make_inputs
 from .presets import Preset
-from .timing import DenseProduct, Task, describe, time_in_blocks
+from .timing import DenseProduct, Task, describe, kernel_span, time_in_blocks
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -29,7 +36,10 @@ class Row:
     Attributes:
         experts: local experts, all of the routes go to them.
         ms, p10, p90: median and percentiles of the time of a launch, in ms.
-        tflops: routed FLOPs / median time.
+        tflops: routed FLOPs / median time; of directions that compute the experts.
+        gb_per_s: least bytes to move / median time; of dispatch and combine.
+        schedule_ms: of a forward, time from the start of the schedule's first kernel to the end of
+            its last, where the arm has such kernels.
         fraction_of_dense: `tflops` / the run's median rate of the dense product.
         error: largest relative error of the results that the direction computes.
         failure: why there are no times.
@@ -49,6 +59,8 @@ class Row:
     p10: float | None = None
     p90: float | None = None
     tflops: float | None = None
+    gb_per_s: float | None = None
+    schedule_ms: float | None = None
     fraction_of_dense: float | None = None
     error: float | None = None
     failure: str | None = None
@@ -130,8 +142,15 @@ class _Checked:
     layer: BenchLayer | None
     forward: Verdict
     backward: Verdict
+    moves: Verdict
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return self.forward, self.backward, self.moves
 
     def verdict(self, direction: str) -> Verdict:
+        if direction in MOVED_DIRECTIONS:
+            return self.moves
         if direction == "forward" or self.forward.problem is not None:
             return self.forward
         errors = [v.error for v in (self.forward, self.backward) if v.error is not None]
@@ -184,11 +203,15 @@ class _Run:
             failed = Verdict(None, f"inputs and reference: {describe(error)}")
             self._progress(f"{title}: {failed.problem}")
             arms = [name for name in self._config.arms if name not in self._unavailable]
-            checked = {name: _Checked(None, failed, failed) for name in arms}
+            checked = {name: _Checked(None, failed, failed, failed) for name in arms}
         for direction in self._config.directions:
             self._progress(f"{title}: {direction}")
-            flops = routed_flops(direction, tokens, preset)
-            self._rows += self._time(replace(blank, direction=direction), checked, timing, flops)
+            row = replace(blank, direction=direction)
+            if direction in MOVED_DIRECTIONS:
+                work = moved_bytes(tokens, preset, self._dtype.itemsize)
+            else:
+                work = routed_flops(direction, tokens, preset)
+            self._rows += self._time(row, checked, timing, work)
 
     def free_memory(self) -> None:
         """Gives back what the last case left behind."""
@@ -218,35 +241,52 @@ class _Run:
         return DenseRate(self._dense.size, rate(median), rate(slow), rate(fast))
 
     def _check_arms(self, inputs: LayerInputs, title: str) -> dict[str, _Checked]:
-        reference = compute_reference(inputs, self._config.needs_backward)
+        reference = None
+        if self._config.needs_layer:
+            reference = compute_reference(inputs, self._config.needs_backward)
         checked = {}
         for name in self._config.arms:
             if name in self._unavailable:
                 continue
             checked[name] = arm = self._check(name, inputs, reference)
-            verdict = arm.verdict("both" if self._config.needs_backward else "forward")
-            found = verdict.problem or f"relative error {verdict.error:.1e}"
+            errors = [v.error for v in arm.verdicts if v.error is not None]
+            problems = [v.problem for v in arm.verdicts if v.problem is not None]
+            found = problems[0] if problems else f"relative error {max(errors, default=0):.1e}"
             self._progress(f"{title}: {name}: {found}")
         return checked
 
-    def _check(self, name: str, inputs: LayerInputs, reference: Reference) -> _Checked:
-        layer = None
-        forward = backward = Verdict(None)
+    def _check(self, name: str, inputs: LayerInputs, reference: Reference | None) -> _Checked:
+        forward = backward = moves = Verdict(None)
         try:
             layer = ARMS[name].build(inputs)
-            forward = check_forward(layer, reference)
         except Exception as error:  # of whatever library the arm runs
+            failed = Verdict(None, describe(error))
+            return _Checked(None, failed, failed, failed)
+        if set(MOVED_DIRECTIONS) & set(self._config.directions) and layer.moves_rows:
+            try:
+                moves = check_moves(layer)
+            except Exception as error:
+                moves = Verdict(None, describe(error))
+        if reference is None:
+            return _Checked(layer, forward, backward, moves)
+        try:
+            forward = check_forward(layer, reference)
+        except Exception as error:
             forward = Verdict(None, describe(error))
         if self._config.needs_backward and forward.problem is None:
             try:
                 backward = check_backward(layer, reference)
             except Exception as error:
                 backward = Verdict(None, describe(error))
-        return _Checked(layer, forward, backward)
+        return _Checked(layer, forward, backward, moves)
 
     def _time(
-        self, blank: Row, checked: dict[str, _Checked], timing: TimingOptions, flops: int
+        self, blank: Row, checked: dict[str, _Checked], timing: TimingOptions, work: int
     ) -> list[Row]:
+        """Rows of one direction; work: FLOPs, or bytes where nothing is computed."""
+        moves = blank.direction in MOVED_DIRECTIONS
+        if moves:
+            checked = {n: a for n, a in checked.items() if a.layer is None or a.layer.moves_rows}
         verdicts = {name: arm.verdict(blank.direction) for name, arm in checked.items()}
         tasks = [
             _task(name, blank.direction, checked[name].layer)
@@ -260,6 +300,8 @@ class _Run:
         rows = []
         for name in self._config.arms:
             row = replace(blank, arm=name)
+            if name not in checked and name not in self._unavailable:
+                continue  # an arm without this direction
             if name in self._unavailable:
                 rows.append(replace(row, failure=f"unavailable: {self._unavailable[name]}"))
                 continue
@@ -269,14 +311,30 @@ class _Run:
                 rows.append(replace(row, failure=failure))
                 continue
             p10, median, p90 = (float(p) for p in np.percentile(samples[name].ms, (10, 50, 90)))
-            tflops = flops / (median * 1e-3) / 1e12
-            rows.append(replace(row, ms=median, p10=p10, p90=p90, tflops=tflops))
+            rate = work / (median * 1e-3)
+            row = replace(row, ms=median, p10=p10, p90=p90)
+            if moves:
+                row = replace(row, gb_per_s=rate / 1e9)
+            else:
+                row = replace(row, tflops=rate / 1e12)
+            rows.append(replace(row, schedule_ms=self._schedule_ms(row, checked[name].layer)))
         return rows
+
+    def _schedule_ms(self, row: Row, layer: BenchLayer) -> float | None:
+        if row.direction != "forward" or layer.schedule_kernels is None:
+            return None
+        if self._device.type != "cuda":
+            return None
+        return kernel_span(layer.forward, *layer.schedule_kernels)
 
 
 def _task(name: str, direction: str, layer: BenchLayer) -> Task:
     if direction == "forward":
         return Task(name, lambda _: layer.forward())
+    if direction == "dispatch":
+        return Task(name, lambda _: layer.dispatch())
+    if direction == "combine":
+        return Task(name, layer.combine, prepare=layer.dispatch)
     if direction == "backward":
         return Task(name, layer.backward, prepare=layer.forward)
     return Task(name, lambda _: layer.backward(layer.forward()))

@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -103,6 +104,25 @@ def _launch_on_gpu(task: Task, count: int, device: torch.device) -> list[float]:
         events.append((start, end))
     torch.cuda.synchronize(device)
     return [start.elapsed_time(end) for start, end in events]
+
+
+def kernel_span(run: Callable[[], Any], first: str, last: str, launches: int = 10) -> float | None:
+    """Median time in ms from the start of kernel `first` to the end of `last` within one `run()`,
+    as PyTorch's profiler sees them; None where it does not see each once."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        for _ in range(launches):
+            run()
+        torch.cuda.synchronize()
+    times = {
+        name: [e.time_range for e in trace.events() if name in e.name] for name in (first, last)
+    }
+    if any(len(ranges) != launches for ranges in times.values()):
+        return None
+    starts = sorted(r.start for r in times[first])
+    ends = sorted(r.end for r in times[last])
+    return statistics.median(e - s for s, e in zip(starts, ends, strict=True)) / 1e3
 
 
 class DenseProduct:

@@ -30,6 +30,15 @@ def unavailable(device: torch.device, dtype: torch.dtype, *, compiled: bool) -> 
     return None
 
 
+def sort_routes(ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows r go expert by expert, in each by token: route[r] = t * K + k, and row[t, k] = r."""
+    route_R = ids_TK.flatten().argsort(stable=True)
+    row_TK = torch.empty_like(route_R).scatter_(
+        0, route_R, torch.arange(route_R.numel(), device=route_R.device)
+    )
+    return route_R, row_TK.view_as(ids_TK)
+
+
 def composed_moe(
     hidden_TH: torch.Tensor,
     probs_TE: torch.Tensor,
@@ -40,12 +49,7 @@ def composed_moe(
 ) -> torch.Tensor:
     """[T, H] output of the routed experts. Every token must have exactly `topk` routes."""
     ids_TK, probs_TK = routes_from_map(probs_TE, routing_map_TE, topk)
-    # Rows r go expert by expert, in each by token: route[r] = t * K + k, and row[t, k] = r.
-    route_R = ids_TK.flatten().argsort(stable=True)
-    row_TK = torch.empty_like(route_R).scatter_(
-        0, route_R, torch.arange(route_R.numel(), device=route_R.device)
-    )
-    row_TK = row_TK.view_as(ids_TK)
+    route_R, row_TK = sort_routes(ids_TK)
     token_R = route_R // topk
     ends_E = routing_map_TE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
@@ -93,6 +97,7 @@ class ComposedLayer(BenchLayer):
         super().__init__(inputs)
         self._fc1_E2FH = inputs.fc1_E2FH.detach().requires_grad_()
         self._fc2_EHF = inputs.fc2_EHF.detach().requires_grad_()
+        self._compiled = compiled
         self._moe = composed_moe
         if compiled:
             self._moe = torch.compile(composed_moe, dynamic=False, fullgraph=True)
@@ -106,6 +111,22 @@ class ComposedLayer(BenchLayer):
             self._fc2_EHF,
             self.inputs.topk,
         )
+
+    @property
+    def moves_rows(self) -> bool:
+        return not self._compiled  # its gathers are parts of fused kernels
+
+    @torch.no_grad()
+    def dispatch(self):
+        topk = self.inputs.topk
+        ids_TK, probs_TK = routes_from_map(self.probs_TE, self.inputs.routing_map_TE, topk)
+        route_R, row_TK = sort_routes(ids_TK)
+        return self.hidden_TH[route_R // topk], probs_TK.reshape(-1)[route_R], row_TK
+
+    @torch.no_grad()
+    def combine(self, dispatched) -> torch.Tensor:
+        rows_RH, _, row_TK = dispatched
+        return rows_RH[row_TK].sum(1)
 
     def backward(self, output_TH: torch.Tensor) -> Gradients:
         hidden, probs, fc1, fc2 = self._grads(output_TH, (self._fc1_E2FH, self._fc2_EHF))

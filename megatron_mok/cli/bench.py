@@ -48,10 +48,14 @@ directions:
             weights. mok and megatron_te_alltoall add the weights' to FP32 main_grad, the torch
             arms return them in the weights' dtype and are spared that
   both      one forward and its backward
+  dispatch  from hidden states, probs and routing map to rows by expert, without gradients
+  combine   from those rows to sums by token, likewise; mok's includes its schedule
 
 TFLOP/s count the routed experts only: 6 T K H F forward, 12 T K H F backward, 18 T K H F both, for
 T tokens, K routes, hidden size H, expert FFN size F. "of dense" is their ratio to the median rate
-of an 8192^3 torch.matmul in the same dtype (1024^3 on a CPU) over the whole run.
+of an 8192^3 torch.matmul in the same dtype (1024^3 on a CPU) over the whole run. GB/s of dispatch
+and combine count each token once and each of its rows once. The results file also has the time of
+the schedule in mok's forward, from the start of its first kernel to the end of its last.
 
 An arm whose software is missing is a row that says so; so is one whose relative error is above
 1e-2 in bf16 or 1e-4 in fp32.
@@ -98,7 +102,7 @@ def add_parser(subparsers) -> None:
         metavar="D,E",
         type=_names(DIRECTIONS),
         default=["forward"],
-        help="forward, backward, both (default: forward)",
+        help="forward, backward, both, dispatch, combine (default: forward)",
     )
     what.add_argument(
         "--arms",

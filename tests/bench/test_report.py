@@ -99,7 +99,7 @@ def test_results_file(tmp_path):
     assert tree["dense_tflops"] == 680.0
     names = (
         "preset tokens hidden ffn experts topk routing dtype direction arm "
-        "ms p10 p90 tflops fraction_of_dense error failure"
+        "ms p10 p90 tflops gb_per_s schedule_ms fraction_of_dense error failure"
     )
     assert list(tree["rows"][0]) == names.split()
     assert tree["rows"][0]["ms"] == 8.5

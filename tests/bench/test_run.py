@@ -313,3 +313,27 @@ def test_a_task_that_fails_is_left_out():
     assert len(calls) == 8
     assert samples["good"].failure is None
     assert len(samples["good"].ms) == 12
+
+
+def test_dispatch_and_combine(tmp_path, capsys):
+    status, _, rows = bench(
+        tmp_path,
+        *("--tokens", "100", "--direction", "dispatch,combine"),
+        *("--arms", "mok,torch_eager,torch_compiled"),
+    )
+    assert status == 0
+    # The compiled composition has no dispatch of its own.
+    assert list(rows) == [(d, a) for d in ("dispatch", "combine") for a in ("mok", "torch_eager")]
+    for row in rows.values():
+        assert row["error"] < 1e-2
+        assert row["tflops"] is row["fraction_of_dense"] is None
+        assert row["gb_per_s"] == pytest.approx(3 * 100 * 128 * 2 / row["ms"] / 1e6)
+    assert "GB/s" in capsys.readouterr().out
+
+
+def test_a_wrong_combine_is_found(tmp_path, monkeypatch):
+    combine = MokLayer.combine
+    monkeypatch.setattr(MokLayer, "combine", lambda self, rows: combine(self, rows) * 1.5)
+    status, _, rows = bench(tmp_path, "--arms", "mok", "--direction", "combine")
+    assert status == 1
+    assert "dispatch and combine: relative error" in rows["combine", "mok"]["failure"]
