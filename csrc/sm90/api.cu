@@ -337,6 +337,7 @@ void run_dispatch(MokWorkspace& ws, const MokDispatchArgs& args) {
   params.expert_rows = args.expert_rows;
   check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kDispatch), stream),
              "launching the schedule");
+  check_cuda(launch_await_rows(params, stream), "waiting for the row table");
   check_cuda(launch_dispatch(params, ws.ctas, stream), "launching the dispatch kernel");
 }
 
@@ -351,6 +352,7 @@ void run_combine(MokWorkspace& ws, const MokCombineArgs& args) {
   params.grad_probs = args.route_probs;
   check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kCombine), stream),
              "launching the schedule");
+  check_cuda(launch_await_rows(params, stream), "waiting for the row table");
   check_cuda(launch_combine(params, ws.ctas, stream), "launching the combine kernel");
 }
 

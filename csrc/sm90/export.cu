@@ -1,18 +1,13 @@
 // The schedule as data: what the kernels of a call would work on, copied to the host.
 #include <vector>
 
-#include "launch.cuh"
 #include "order.cuh"
+#include "schedule.h"
 #include "standalone.h"
 #include "workspace.h"
 
 namespace mok::sm90 {
 namespace {
-
-__global__ void __launch_bounds__(128) await_rows_kernel(const __grid_constant__ CallParams p) {
-  wait_for_previous_kernel();
-  rows_have_arrived(p);
-}
 
 MOK_DEVICE Task decode(ForwardOrder& order, int32_t ticket, const BackwardParams& p) {
   return order.decode(ticket, p.geometry);
@@ -161,8 +156,7 @@ void export_segments(const CallParams& params, const CallState& state, MokSchedu
 void export_schedule(const MokWorkspace& ws, const CallParams& params, MokScheduleArgs& args) {
   const Geometry& g = params.geometry;
   const auto stream = static_cast<cudaStream_t>(args.stream);
-  check_cuda(launch_overlapped(await_rows_kernel, 1, 128, 0, stream, params),
-             "waiting for the row table");
+  check_cuda(launch_await_rows(params, stream), "waiting for the row table");
   const CallState state = to_host(params.local.state, 1, stream)[0];
   const std::string fault = ws.faults.fault_message(ws.shape);
   if (!fault.empty()) throw Error{MOK_ERR_TIMEOUT, fault};

@@ -2,6 +2,7 @@
 #include "layout.cuh"
 #include "schedule.h"
 #include "sync.cuh"
+#include "task.cuh"
 
 namespace mok::sm90 {
 namespace {
@@ -454,8 +455,13 @@ __global__ void __launch_bounds__(kChunkRoutes)
   }
 }
 
-__global__ void __launch_bounds__(128) refusal_kernel(const __grid_constant__ ScheduleParams p) {
+__global__ void __launch_bounds__(128) await_rows_kernel(const __grid_constant__ CallParams p) {
   static_assert(MOK_MAX_RANKS <= 128, "one rank a thread");
+  wait_for_previous_kernel();
+  rows_have_arrived(p);
+}
+
+__global__ void __launch_bounds__(128) refusal_kernel(const __grid_constant__ ScheduleParams p) {
   CallState& state = *p.local.state;
   const uint32_t epoch = state.epoch + 1;
   __syncthreads();
@@ -465,6 +471,11 @@ __global__ void __launch_bounds__(128) refusal_kernel(const __grid_constant__ Sc
 }
 
 }  // namespace
+
+cudaError_t launch_await_rows(const CallParams& params, cudaStream_t stream) {
+  if (params.geometry.num_ranks == 1) return cudaSuccess;
+  return launch_overlapped(await_rows_kernel, 1, 128, 0, stream, params);
+}
 
 cudaError_t launch_refusal(const ScheduleParams& params, cudaStream_t stream) {
   refusal_kernel<<<1, 128, 0, stream>>>(params);

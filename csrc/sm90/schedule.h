@@ -28,6 +28,11 @@ struct ScheduleParams {
 
 cudaError_t launch_schedule(const ScheduleParams& params, cudaStream_t stream);
 
+// After it: one CTA that waits until the peers' entries are in this rank's row table. Kernels that
+// take every SM come after it: CTAs that wait on all SMs at once could keep out what they wait for,
+// where ranks share a GPU or a collective of another library is to run.
+cudaError_t launch_await_rows(const CallParams& params, cudaStream_t stream);
+
 // Enters a call in order to tell the peers that this rank refuses it; nothing else of it follows.
 cudaError_t launch_refusal(const ScheduleParams& params, cudaStream_t stream);
 

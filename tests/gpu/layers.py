@@ -5,10 +5,13 @@ Ranks are threads of this process with a stream each and their share of the SMs.
 
 import threading
 
+import pytest
 import torch
 
-from megatron_mok.runtime import RuntimeOptions
-from tests.in_process import Layer, make_workspaces, random_layer
+from megatron_mok.ops import combine, dispatch
+from megatron_mok.runtime import MoKInvalidArgumentError, RuntimeOptions
+from megatron_mok.runtime.schedule import make_schedule
+from tests.in_process import Layer, make_workspaces, random_layer, run_layer
 
 SHAPES = {
     # tokens, hidden, ffn, experts, topk
@@ -42,6 +45,32 @@ def gpu_layer(tokens, hidden, ffn, experts, topk, seed, expert_ids_TK=None):
     return on_gpu(
         random_layer(tokens, hidden, ffn, experts, topk, torch.bfloat16, seed, expert_ids_TK)
     )
+
+
+def load_kernels():
+    """Runs every kernel of the engine once.
+
+    CUDA loads a kernel at its first launch, and may then wait for the device to be idle: which it
+    is not while a rank of this process waits there for another.
+    """
+    layer = gpu_layer(140, 64, 64, 4, 2, seed=1)
+    args = (layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK)
+    alone, *pair = [*workspaces_for(layer, 1), *workspaces_for(layer, 2, max_tokens=70)]
+    run_layer(layer, [alone], [0, 140], 0, "cuda")
+    sent = dispatch(*args, alone)
+    combine(sent.rows_RH, layer.expert_ids_TK, alone)
+    make_schedule(alone, *args[1:])
+    streams = [torch.cuda.Stream() for _ in pair]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.empty(256, device="cuda")  # so that the pool of the stream has memory
+    for workspace, stream in zip(pair, streams, strict=True):
+        with (
+            torch.cuda.stream(stream),
+            pytest.raises(MoKInvalidArgumentError, match="140 tokens"),
+        ):
+            dispatch(*args, workspace)
+    torch.cuda.synchronize()
 
 
 class Start:
