@@ -9,6 +9,9 @@
 // refused call should have computed is undefined. Expert ids out of range are refused likewise, on
 // the CUDA engine when the device has seen them.
 //
+// The CUDA engine takes pointers to device memory, but for the lists of pointers in MokWeights and
+// MokWeightGrads and the results of mok_schedule, which are in host memory.
+//
 // Shapes: T tokens of this rank, K routes per token, H hidden size, F expert FFN size, E experts of
 // the whole EP group, L = E / ep_size experts of this rank. Matrices are row-major and contiguous.
 #ifndef MOK_H_

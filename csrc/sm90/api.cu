@@ -127,7 +127,8 @@ void report_refused_call(MokWorkspace& ws) {
 }
 
 // Runs a call. Where `check` throws, the peers are told that this rank refuses. That an earlier
-// call was refused is reported after this one has been launched: so the ranks stay in step.
+// call was refused is reported after this one has been launched: so the ranks stay in step. Never
+// this one: whether the device is there by now is chance.
 template <typename Check, typename Run>
 MokStatus collective(MokWorkspace* ws, mok::sm90::Op op, const MokRoutes& routes, void* stream,
                      const Check& check, const Run& run) {
@@ -145,8 +146,9 @@ MokStatus collective(MokWorkspace* ws, mok::sm90::Op op, const MokRoutes& routes
       }
       throw;
     }
+    const std::string refusal = ws->faults.take_refusal(ws->shape);
     run();
-    report_refused_call(*ws);
+    if (!refusal.empty()) refuse(refusal);
   });
 }
 
@@ -325,6 +327,7 @@ void run_schedule(MokWorkspace& ws, MokScheduleArgs& args) {
                              static_cast<cudaStream_t>(args.stream)),
              "launching the schedule");
   export_schedule(ws, call_params(ws, args.routes), args);
+  report_refused_call(ws);  // the device has been waited for
 }
 
 void run_dispatch(MokWorkspace& ws, const MokDispatchArgs& args) {

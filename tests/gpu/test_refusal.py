@@ -124,12 +124,12 @@ def test_expert_ids_refused_by_the_device(layer, ep_size, bad):
 def test_ranks_in_different_calls(layer):
     workspaces = make(layer, 2)
     ids_TK, probs_TK = layer.expert_ids_TK[:20], layer.probs_TK[:20]
+    rows_RH = layer.hidden_TH.new_zeros(workspaces[1].max_rows, 128)
 
     def body(rank):
         if rank == 0:
             dispatch(layer.hidden_TH[:20], ids_TK, probs_TK, workspaces[0])
         else:
-            rows_RH = layer.hidden_TH.new_zeros(workspaces[1].max_rows, 128)
             combine(rows_RH, ids_TK, workspaces[1])
 
     run_ranks(2, body, "cuda")

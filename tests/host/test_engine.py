@@ -175,13 +175,18 @@ def test_a_refusal_on_one_rank_reaches_all_ranks_and_the_workspace_lives_on(bad)
         return str(error.value)
 
     texts = run_ranks(2, one_bad_call)
-    expected = {
-        "id_too_large": "expert id 4 at token 3, k 1",
-        "id_too_small": "expert id -2 at token 3, k 1",
-        "too_many_tokens": "got 21 tokens; the workspace takes 0 to 20",
-    }
-    assert expected[bad] in texts[0]
-    assert "rank 0 of the EP group refused" in texts[1]
+    expected, reason = {
+        "id_too_large": ("expert id 4 at token 3, k 1", "an expert id out of range"),
+        "id_too_small": ("expert id -2 at token 3, k 1", "an expert id out of range"),
+        "too_many_tokens": (
+            "got 21 tokens; the workspace takes 0 to 20",
+            "more tokens than the workspace takes",
+        ),
+    }[bad]
+    assert expected in texts[0]
+    assert f"rank 0 of the EP group refused its arguments ({reason})" in texts[1]
+    for workspace in workspaces:
+        workspace.check()  # nothing is left to report
 
     halves = (slice(0, 20), slice(20, 40))
     outputs = run_ranks(2, lambda r: call(r, halves[r], layer.expert_ids_TK[halves[r]]))

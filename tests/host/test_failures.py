@@ -130,6 +130,8 @@ def test_peer_that_never_enters_is_named_with_its_phase():
         forward(layer, workspaces[0], 0, 2)
     with pytest.raises(MoKWorkspacePoisonedError):
         forward(layer, workspaces[1], 1, 2)
+    with pytest.raises(MoKWorkspacePoisonedError):
+        workspaces[1].check()
 
 
 def test_ranks_in_different_calls_get_an_error_and_can_go_on():
@@ -158,6 +160,8 @@ def test_closed_workspace():
     workspace.close()
     with pytest.raises(MoKInvalidArgumentError, match="closed"):
         workspace.call("mok_forward", abi.MokForwardArgs())
+    with pytest.raises(MoKInvalidArgumentError, match="closed"):
+        workspace.check()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Needs nvcc, but no GPU.
 """
 
+import functools
 import re
 import shutil
 import subprocess
@@ -28,10 +29,15 @@ def disassembler():
 
 
 @pytest.fixture(scope="module")
-def forward(tmp_path_factory):
-    """(what ptxas reported, object file) of the forward kernel."""
-    target = tmp_path_factory.mktemp("sm90") / "forward.o"
-    source = ROOT / "csrc/sm90/forward.cu"
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sm90")
+
+
+@functools.cache
+def compiled(name, folder):
+    """(what ptxas reported, object file) of csrc/sm90/<name>.cu."""
+    target = folder / f"{name}.o"
+    source = ROOT / f"csrc/sm90/{name}.cu"
     flags = ["-std=c++20", "-O3", "-Xptxas=-v", f"-I{ROOT / 'csrc/include'}"]
     done = subprocess.run(
         [nvcc, ARCH, *flags, "-c", str(source), "-o", str(target)],
@@ -43,8 +49,14 @@ def forward(tmp_path_factory):
     return done.stdout + done.stderr, target
 
 
-def test_no_spills_and_no_costly_warnings(forward):
-    report, _ = forward
+@pytest.fixture(scope="module")
+def forward(folder):
+    return compiled("forward", folder)
+
+
+@pytest.mark.parametrize("name", ["schedule", "dispatch", "combine", "forward", "backward"])
+def test_no_spills_and_no_costly_warnings(name, folder):
+    report, _ = compiled(name, folder)
     assert not COSTLY.findall(report), report
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", report)
     assert spills
