@@ -87,7 +87,7 @@ class Start:
             torch.empty(
                 workspace.max_rows, workspace.shape.hidden, dtype=torch.bfloat16, device="cuda"
             )
-            for _ in range(2)
+            for _ in range(4)
         ]
         del rows
         self._barrier.wait(timeout=60)
