@@ -1,6 +1,7 @@
 # make compare   train a small DeepSeek-V3-style model with alltoall and with MoK, side by side
 # make test      formatting checks and the test suite
 # make test-gpu  the tests that need a Hopper GPU
+# make test-matrix  the tests of the plugin with each Megatron-Core that it supports
 # make format    formats everything
 #
 # Each sets up what it needs: a .venv with the package, its dependencies and its engines.
@@ -17,12 +18,14 @@ BIN := .venv/bin
 # Setuptools warns at every editable installation.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --quiet
 CONFIG ?= configs/tiny_deepseek_v3.yaml
+# Besides the one in constraints.txt.
+MEGATRON_VERSIONS := 0.17.1 0.18.2
 NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu)
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$p" && break; \
 	done)
 
-.PHONY: compare test test-gpu lint format setup clean
+.PHONY: compare test test-gpu test-matrix lint format setup clean
 
 compare: setup
 	$(BIN)/megatron-mok compare $(CONFIG)
@@ -32,6 +35,19 @@ test: lint
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu
+
+test-matrix: setup $(MEGATRON_VERSIONS:%=.matrix/%/done)
+	$(BIN)/python -m pytest tests/megatron
+	for version in $(MEGATRON_VERSIONS); do \
+		PYTHONPATH=.matrix/$$version MOK_TEST_MEGATRON=$$version \
+			$(BIN)/python -m pytest tests/megatron; \
+	done
+
+# Over the environment's own: found first, with no dependencies of its own.
+.matrix/%/done: .venv/dependencies
+	rm -rf .matrix/$*
+	$(PIP) install --target .matrix/$* --no-deps megatron-core==$*
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -60,4 +76,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info megatron_mok/lib
+	rm -rf .venv .matrix build *.egg-info megatron_mok/lib

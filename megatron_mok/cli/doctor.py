@@ -72,7 +72,7 @@ def installed() -> list[Finding]:
     import torch
 
     from megatron_mok.compare import probe
-    from megatron_mok.megatron.install import TESTED_VERSIONS
+    from megatron_mok.megatron.install import TESTED_VERSIONS, is_tested
 
     findings = [Finding("python", None, platform.python_version())]
     for name in _DISTRIBUTIONS:
@@ -82,7 +82,7 @@ def installed() -> list[Finding]:
             findings.append(Finding(name, "not installed"))
     version = probe.megatron_version()
     detail = f"{version}"
-    if version not in TESTED_VERSIONS:
+    if version is not None and not is_tested(version):
         detail += f" (megatron_mok is tested with {', '.join(TESTED_VERSIONS)})"
     findings.append(Finding("megatron-core", probe.no_megatron(), detail))
     if reason := probe.no_gpu():

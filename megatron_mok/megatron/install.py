@@ -14,7 +14,7 @@ from megatron_mok.megatron.flags import add_mok_arguments, megatron_args
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERSIONS = ("0.19.2",)
+TESTED_VERSIONS = ("0.17.1", "0.18.2", "0.19.2")  # `make test-matrix` runs these
 _FIELD = "moe_token_dispatcher_type"
 
 _installed = False
@@ -67,12 +67,20 @@ def _check_version() -> None:
             "megatron.core cannot be imported; install megatron-core, or put a Megatron-LM "
             f"checkout on PYTHONPATH ({error})"
         ) from error
-    if version not in TESTED_VERSIONS:
+    if not is_tested(version):
         logger.warning(
-            "megatron_mok is tested with Megatron-Core %s; this is %s.",
+            "megatron_mok is tested with Megatron-Core %s; this is %s. `megatron-mok compare` "
+            "shows whether losses agree with those of alltoall.",
             ", ".join(TESTED_VERSIONS),
             version,
         )
+
+
+def is_tested(version: str) -> bool:
+    """Whether the tests have run with this Megatron-Core or another patch of the same release
+    (checkouts of a release call themselves by any of its patches or candidates)."""
+    releases = {tested.rpartition(".")[0] for tested in TESTED_VERSIONS}
+    return ".".join(version.split(".")[:2]) in releases
 
 
 def _find(module: str, name: str) -> Any:

@@ -53,7 +53,13 @@ def _above_one(value: Any, _: Any) -> bool:
 def _captures_moe(impl: Any, config: Any) -> bool:
     if impl not in ("local", "transformer_engine"):
         return False
-    modules = {getattr(m, "name", str(m)) for m in (config.cuda_graph_modules or [])}
+    # Called cuda_graph_scope, and holding full_iteration too, before 0.18.
+    captured = getattr(config, "cuda_graph_modules", None) or getattr(
+        config, "cuda_graph_scope", None
+    )
+    modules = {getattr(m, "name", str(m)) for m in captured or ()}
+    if "full_iteration" in modules:
+        return False
     # No module at all means the whole layer.
     return not modules or bool(modules & {"moe", "moe_router", "moe_preprocess"})
 
@@ -207,8 +213,8 @@ CONFIG_REFUSALS = (
         "cuda_graph_impl",
         _captures_moe,
         "a graph cannot cover part of the fused layer",
-        "set --cuda-graph-impl none or full_iteration, or restrict --cuda-graph-modules to attn "
-        "and mlp",
+        "set --cuda-graph-impl none, capture the full iteration, or restrict --cuda-graph-modules "
+        "(--cuda-graph-scope before 0.18) to attn and mlp",
     ),
     Refusal(
         "transformer_impl",

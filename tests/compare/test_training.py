@@ -128,6 +128,16 @@ def test_arms_agree(results):
     assert 0 < yardstick["max_loss_diff"] < 2e-5
 
 
+@pytest.mark.parametrize("name", ["tiny_deepseek_v3", "tiny_glm", "tiny_qwen3_moe"])
+def test_shipped_configs_train(name, tmp_path):
+    path = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    arguments = ["compare", str(path), "--steps", "6", "--no-yardstick", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    alltoall, mok = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert alltoall["final_loss"] < 5.5  # ln 256 is 5.55, where they start
+    assert mok["max_loss_diff"] < 2e-5
+
+
 def test_required_arm_that_cannot_run_is_an_error(tmp_path, capsys):
     path = write_config(tmp_path)
     arguments = ["compare", str(path), "--arms", "alltoall,deepep", "--out", str(tmp_path / "out")]

@@ -13,8 +13,14 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -25,6 +31,7 @@ from megatron_mok.megatron import MoKOptions, install, set_options, validation
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.layer import MoKMoELayer
 from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS
+from megatron_mok.megatron.spec import with_mok
 from tests.megatron.layer_cases import pair, relative_difference, run_layer
 from tests.megatron.moe_cases import make_config, make_layer, set_up_parallel
 
@@ -48,19 +55,30 @@ def installs_once() -> bool:
 
 
 def unknown_flags() -> list[str]:
-    """Flags that the error messages name and Megatron's parser does not have."""
+    """Flags that Megatron's parser does not have, in messages about settings that it has."""
     from megatron.training import arguments
 
+    set_up_parallel(1)
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = set(parser._option_string_actions)
-    texts = [f"{rule.reason} {rule.way_out}" for rule in CONFIG_REFUSALS + ARGS_REFUSALS]
+    settings = set(vars(make_config("alltoall"))) | set(vars(parser.parse_args([])))
+    texts = [
+        f"{rule.reason} {rule.way_out}"
+        for rule in CONFIG_REFUSALS + ARGS_REFUSALS
+        if rule.name in settings
+    ]
     named = {flag for text in texts for flag in re.findall(r"--[a-z0-9-]+", text)}
     return sorted(named - known)
 
 
 def unknown_fields() -> list[str]:
     """Fields that the validation looks at and TransformerConfig does not have."""
+    set_up_parallel(1)
     return sorted({rule.name for rule in CONFIG_REFUSALS} - set(vars(make_config("alltoall"))))
+
+
+def megatron_version() -> str:
+    return megatron.core.__version__
 
 
 def names() -> bool:
@@ -278,6 +296,35 @@ def announcements() -> list[str]:
         for _ in range(2):
             make_layer(make_config("mok", moe_ffn_hidden_size=320))
     return output.getvalue().splitlines()
+
+
+def own_spec(mtp: bool) -> dict[str, Any]:
+    """Models from specs without the hook on MoELayer: kinds of MoE layers in a model of a native
+    spec, of the same one `with_mok`, and of the native one again; and what a wrong config says."""
+    set_up_parallel(2)
+    changes: dict[str, Any] = {"num_layers": 1, "mtp_num_layers": 1 if mtp else None}
+    spec = get_gpt_decoder_block_spec(make_config("alltoall", **changes), False)
+
+    def kinds(dispatcher: str, spec: Any, **more: Any) -> set[str]:
+        config = make_config("alltoall", **changes, **more)
+        config.moe_token_dispatcher_type = dispatcher  # checked when the layer is built
+        mtp_spec = get_gpt_mtp_block_spec(config, spec, False) if mtp else None
+        model = GPTModel(config, spec, 64, 16, mtp_block_spec=mtp_spec)
+        layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+        assert len(layers) == 1 + mtp
+        return {type(layer).__name__ for layer in layers}
+
+    hook = MoELayer.__new__
+    MoELayer.__new__ = staticmethod(lambda cls, *args, **kwargs: object.__new__(cls))
+    try:
+        return {
+            "hooks": kinds("alltoall", spec),
+            "layers": kinds("mok", with_mok(spec)),
+            "given": kinds("alltoall", spec),
+            "refused": message_of(kinds, "mok", with_mok(spec), moe_expert_capacity_factor=1.0),
+        }
+    finally:
+        MoELayer.__new__ = staticmethod(hook)
 
 
 class GroupedLinear(torch.nn.Module):

@@ -91,7 +91,6 @@ def make_config(dispatcher: str, **changes: Any) -> TransformerConfig:
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=1,
-        cuda_graph_modules=[],
     )
     fields.update(changes)
     dtype = torch.bfloat16 if fields.get("bf16") else torch.float32

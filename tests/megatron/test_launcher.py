@@ -63,3 +63,25 @@ def test_install_too_late(monkeypatch):
     monkeypatch.setattr(install_module, "_installed", False)
     with pytest.raises(MoKInstallError, match=r"too late.*megatron_mok\.megatron\.launcher"):
         install_module.install()
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("0.19.2", True),
+        ("0.17.0rc0", True),  # what the checkout of the release 0.17.0 says
+        ("0.18.9", True),
+        ("0.16.1", False),
+        ("0.20.0", False),
+        ("1.19.2", False),
+    ],
+)
+def test_versions_that_were_tested(version, tested):
+    assert install_module.is_tested(version) is tested
+
+
+def test_untested_version_is_a_warning_that_says_what_was_tested(monkeypatch, caplog):
+    other = SimpleNamespace(__version__="0.20.0")
+    monkeypatch.setattr(install_module.importlib, "import_module", lambda name: other)
+    install_module._check_version()
+    assert "tested with Megatron-Core 0.17.1, 0.18.2, 0.19.2; this is 0.20.0" in caplog.text

@@ -26,9 +26,10 @@ def test_bf16(ranks, ep, router):
 
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_shared_expert(ranks, gate, overlap):
+@pytest.mark.parametrize("width", [8, 100, 192])  # the experts' own is 128
+def test_shared_expert(ranks, width, overlap, gate):
     changes = {
-        "moe_shared_expert_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": width,
         "moe_shared_expert_gate": gate,
         "moe_shared_expert_overlap": overlap,
     }

@@ -136,6 +136,18 @@ def test_partial_cuda_graphs(impl):
     assert not problems(cuda_graph_impl="full_iteration")
 
 
+def test_partial_cuda_graphs_before_0_18():
+    def captured(*scopes):
+        owner = config(cuda_graph_impl="local", cuda_graph_scope=list(scopes))
+        del owner.cuda_graph_modules
+        return config_problems(owner, None, MoKOptions())
+
+    assert captured("moe_router")
+    assert captured()
+    assert not captured("full_iteration")
+    assert not captured("attn")
+
+
 @pytest.mark.parametrize("rule", ARGS_REFUSALS, ids=lambda rule: rule.name)
 def test_arguments_are_refused(rule):
     args = SimpleNamespace(**{rule.name: True})

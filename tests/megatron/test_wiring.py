@@ -1,6 +1,13 @@
 """Names, hooks, gradients and refusals of the fused layer inside Megatron's module tree."""
 
+import os
+
 import pytest
+
+
+@pytest.mark.skipif("MOK_TEST_MEGATRON" not in os.environ, reason="make test-matrix sets it")
+def test_megatron_is_the_version_asked_for(ranks):
+    assert ranks.run("hook_cases.megatron_version") == [os.environ["MOK_TEST_MEGATRON"]] * 4
 
 
 def test_names_are_native(ranks):
@@ -103,11 +110,23 @@ def test_one_line_says_what_runs(ranks):
         assert part in line
 
 
+@pytest.mark.parametrize("mtp", [False, True])
+def test_specs_that_name_the_layer(ranks, mtp):
+    for found in ranks.run("hook_cases.own_spec", mtp):
+        assert found["hooks"] == {"MoELayer"}
+        assert found["layers"] == {"MoKMoELayer"}
+        assert found["given"] == {"MoELayer"}
+        assert "drop --moe-expert-capacity-factor" in found["refused"]
+
+
 def test_install_is_idempotent(ranks):
     assert all(ranks.run("hook_cases.installs_once"))
 
 
 def test_messages_name_real_flags_and_fields(ranks):
-    # Only in Megatron after 0.19: its own megakernels.
-    assert ranks.run("hook_cases.unknown_flags")[0] == ["--moe-megakernel-backend"]
-    assert ranks.run("hook_cases.unknown_fields")[0] == ["moe_megakernel_backend"]
+    flags = set(ranks.run("hook_cases.unknown_flags")[0])
+    # One of the two, by version.
+    assert flags - {"--cuda-graph-modules", "--cuda-graph-scope"} == set()
+    if ranks.run("hook_cases.megatron_version")[0].startswith("0.19."):
+        # Only in Megatron after 0.19: its own megakernels.
+        assert ranks.run("hook_cases.unknown_fields")[0] == ["moe_megakernel_backend"]

@@ -24,13 +24,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_logging import (
-    destroy_moe_metrics_tracker,
-    get_moe_metrics_tracker,
-)
 
 from megatron_mok.megatron.layer import MoKMoELayer
 from megatron_mok.megatron.replicas import assert_replicas_equal
+from tests.megatron import moe_metrics
 from tests.megatron.moe_cases import (
     ROUTERS,
     make_config,
@@ -53,7 +50,7 @@ class Trainer:
     """
 
     def __init__(self, dispatcher: str, break_aliases: bool = False, **changes: Any) -> None:
-        destroy_moe_metrics_tracker()
+        moe_metrics.forget()
         torch.manual_seed(5)
         model_parallel_cuda_manual_seed(5, force_reset_rng=True)
         self.config = config = make_config(dispatcher, **changes)
@@ -215,11 +212,10 @@ def train(dispatcher: str, steps: int, **changes: Any) -> Course:
         grad_norms.append(grad_norm)
         if index == 1:
             losses += trainer.evaluate()
-    metrics = get_moe_metrics_tracker().metrics
     return Course(
         losses,
         grad_norms,
-        [float(value) for name in sorted(metrics) for value in metrics[name].values],
+        moe_metrics.router_losses(),
         trainer.parameters(),
         [b.clone() for n, b in trainer.model.named_buffers() if n.endswith("expert_bias")],
     )
@@ -270,9 +266,7 @@ def per_layer_logs() -> list[dict[str, float]]:
     for dispatcher in ("alltoall", "mok"):
         Trainer(dispatcher, moe_z_loss_coeff=1e-3).step()
         board = _Board()
-        get_moe_metrics_tracker().report(
-            1 / MICROBATCHES, 1, writer=board, per_layer_logging=True, num_layers=2
-        )
+        moe_metrics.write_report(board, MICROBATCHES, num_layers=2)
         boards.append(board.scalars)
     return boards
 

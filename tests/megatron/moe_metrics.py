@@ -1,0 +1,38 @@
+"""Rank side: Megatron's record of router losses, kept in `moe_logging` since 0.18."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from megatron.core.transformer.moe import moe_logging
+except ImportError:
+    moe_logging = None
+    from megatron.core.transformer.moe import moe_utils
+
+
+def forget() -> None:
+    """Drop what is recorded, and with it the process groups that it was recorded for."""
+    if moe_logging is not None:
+        moe_logging.destroy_moe_metrics_tracker()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+
+
+def router_losses() -> list[float]:
+    """The router losses since the last report: of each layer, by name of the loss."""
+    if moe_logging is not None:
+        values = {n: m.values for n, m in moe_logging.get_moe_metrics_tracker().metrics.items()}
+    else:
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        values = {name: entry["values"] for name, entry in tracker.items()}
+    return [float(value) for name in sorted(values) for value in values[name]]
+
+
+def write_report(writer: Any, microbatches: int, num_layers: int) -> None:
+    """Write to a TensorBoard writer as --moe-per-layer-logging does after a step."""
+    if moe_logging is not None:
+        report = moe_logging.get_moe_metrics_tracker().report
+    else:
+        report = moe_utils.track_moe_metrics
+    report(1 / microbatches, 1, writer=writer, per_layer_logging=True, num_layers=num_layers)
