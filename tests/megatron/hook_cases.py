@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import io
 import logging
 import re
 import socket
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import megatron.core
 import torch
+import yaml
 from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
@@ -29,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatron_mok.megatron import MoKOptions, install, set_options, validation
 from megatron_mok.megatron.errors import MoKConfigError
+from megatron_mok.megatron.flags import get_options
 from megatron_mok.megatron.layer import MoKMoELayer
 from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS
 from megatron_mok.megatron.spec import with_mok
@@ -325,6 +330,50 @@ def own_spec(mtp: bool) -> dict[str, Any]:
         }
     finally:
         MoELayer.__new__ = staticmethod(hook)
+
+
+def from_yaml(path: str, top: dict[str, Any], model: dict[str, Any]) -> tuple[str, int | None]:
+    """What Megatron's own way from a --yaml-cfg file to a TransformerConfig for mok says, and the
+    tokens per rank that the options then have.
+
+    Args:
+        path: where to write the file; each rank adds its number.
+        top: keys of the file's top level.
+        model: keys of its section language_model.
+    """
+    from megatron.training import global_vars, yaml_arguments
+
+    set_up_parallel(2)
+    parallel = {f.name for f in dataclasses.fields(ModelParallelConfig)}
+    values = {
+        name: value
+        for name, value in vars(make_config("alltoall")).items()
+        if value is None or isinstance(value, (bool, int, float, str, list))
+    }
+    fields = {f.name: values.get(f.name) for f in dataclasses.fields(TransformerConfig)}
+    sections = {
+        "language_model": {n: v for n, v in fields.items() if n not in parallel},
+        "model_parallel": {n: v for n, v in fields.items() if n in parallel},
+    }
+    sections["language_model"] |= {
+        "moe_token_dispatcher_type": "mok",
+        "activation_func": "swiglu",
+        "bias_swiglu_fusion": False,
+        "init_method": None,
+        "embedding_init_method": None,
+        **model,
+    }
+    path = f"{path}.{torch.distributed.get_rank()}"
+    Path(path).write_text(yaml.safe_dump({**top, **sections}))
+    args = yaml_arguments.load_yaml(path)
+    args.model_parallel.params_dtype = torch.float32  # Megatron's validation sets it
+    global_vars._GLOBAL_ARGS = args
+    set_options(None)
+    try:
+        said = message_of(yaml_arguments.core_transformer_config_from_yaml, args)
+        return said, get_options().max_tokens_per_rank if not said else None
+    finally:
+        global_vars._GLOBAL_ARGS = None
 
 
 class GroupedLinear(torch.nn.Module):

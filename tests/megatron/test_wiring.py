@@ -93,6 +93,20 @@ def test_configs_refused_without_argparse(ranks):
     assert texts[1:] == ["", ""]
 
 
+def test_yaml_configs_are_checked_like_flags(ranks, tmp_path):
+    """Megatron's --yaml-cfg: no argparse, nested sections, the plugin's options at the top."""
+    top = {"seq_length": 16, "micro_batch_size": 2}
+
+    def load(name, top, **model):
+        return ranks.run("hook_cases.from_yaml", str(tmp_path / name), top, model)[0]
+
+    assert load("fine.yaml", top) == ("", 32)
+    assert load("option.yaml", {**top, "mok_max_tokens_per_rank": 40}) == ("", 40)
+    said, _ = load("wrong.yaml", {**top, "mok_mode": "both"}, moe_expert_capacity_factor=1.0)
+    assert "--mok-mode 'both': allowed are fused, dispatch" in said
+    assert "drop --moe-expert-capacity-factor" in said
+
+
 def test_less_fused_is_a_warning_once_on_one_rank(ranks):
     answers = ranks.run("hook_cases.less_fused")
     assert all(off for off, _ in answers)
