@@ -21,9 +21,9 @@ def test_every_flag_reaches_its_option():
     args = parse(
         *("--mok-mode", "dispatch", "--mok-max-tokens-per-rank", "96"),
         *("--mok-saved-rows-factor", "0.5", "--mok-inner-timeout-s", "7"),
-        *("--mok-host-threads", "3"),
+        *("--mok-host-threads", "3", "--mok-peer-memory", "symm_mem"),
     )
-    assert MoKOptions.from_args(args) == MoKOptions("dispatch", 96, 0.5, 7.0, 3)
+    assert MoKOptions.from_args(args) == MoKOptions("dispatch", 96, 0.5, 7.0, 3, "symm_mem")
 
 
 def test_first_timeout_follows_megatron():
@@ -39,8 +39,8 @@ def test_unknown_mode_is_a_usage_error(capsys):
 
 def test_all_wrong_values_in_one_error():
     with pytest.raises(MoKConfigError) as caught:
-        MoKOptions("both", 0, -1.0, 0.0, -1, float("inf"))
-    assert len(caught.value.problems) == 6
+        MoKOptions("both", 0, -1.0, 0.0, -1, "nvshmem", float("inf"))
+    assert len(caught.value.problems) == 7
 
 
 @pytest.mark.parametrize(
