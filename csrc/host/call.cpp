@@ -4,6 +4,8 @@
 #include <cstring>
 #include <thread>
 
+#include "../schedule/messages.h"
+
 namespace mok {
 namespace {
 
@@ -19,16 +21,13 @@ std::string count_routes(const MokShape& s, const MokRoutes& routes, std::vector
                          int32_t& refusal) {
   if (routes.tokens < 0 || routes.tokens > s.max_tokens) {
     refusal = kRefusedTokens;
-    return "got " + std::to_string(routes.tokens) + " tokens; the workspace takes 0 to " +
-           std::to_string(s.max_tokens) + " (its max_tokens)";
+    return bad_tokens_text(s, routes.tokens);
   }
   for (int64_t i = 0; i < int64_t{routes.tokens} * s.topk; ++i) {
     const int32_t expert = routes.expert_ids[i];
     if (expert < -1 || expert >= s.num_experts) {
       refusal = kRefusedExpertId;
-      return "expert id " + std::to_string(expert) + " at token " + std::to_string(i / s.topk) +
-             ", k " + std::to_string(i % s.topk) + "; allowed are -1 (no route) to " +
-             std::to_string(s.num_experts - 1);
+      return bad_expert_text(s, expert, i);
     }
     if (expert >= 0) ++counts[expert];
   }
@@ -44,29 +43,12 @@ std::string describe(const WaitPoint& point) {
 
 // `abort_word`: PeerFlags.abort of this rank.
 Error gave_up(const MokShape& s, uint32_t abort_word, const WaitPoint& point) {
-  return Error(MOK_ERR_TIMEOUT, "rank " + std::to_string(s.ep_rank) + " of EP " +
-                                    std::to_string(s.ep_size) + " stopped in " + describe(point) +
+  return Error(MOK_ERR_TIMEOUT, rank_text(s) + " stopped in " + describe(point) +
                                     ", because rank " + std::to_string(abort_word - 1) +
                                     " gave up waiting");
 }
 
 }  // namespace
-
-const char* op_name(Op op) {
-  switch (op) {
-    case Op::kSchedule:
-      return "schedule";
-    case Op::kDispatch:
-      return "dispatch";
-    case Op::kCombine:
-      return "combine";
-    case Op::kForward:
-      return "forward";
-    case Op::kBackward:
-      return "backward";
-  }
-  return "an unknown operation";
-}
 
 Call::Call(MokWorkspace& workspace, Op op, const MokRoutes& routes, const void* hidden,
            const void* grad_output, const std::string& refusal)
@@ -123,12 +105,9 @@ void Call::exchange_counts(Op op, const std::string& refusal) {
   std::string why = refusal;
   for (int32_t r = 0; r < s.ep_size && why.empty(); ++r) {
     if (headers[r].op != int32_t(op)) {
-      why = "rank " + std::to_string(r) + " of the EP group calls " + op_name(Op(headers[r].op)) +
-            " while this rank calls " + op_name(op) +
-            "; every rank must make the same calls in the same order";
+      why = other_call_text(r, headers[r].op, int32_t(op));
     } else if (headers[r].tokens < 0) {
-      why = "rank " + std::to_string(r) + " of the EP group refused its arguments (" +
-            refusal_text(headers[r].tokens) + "); see its error";
+      why = peer_refused_text(r, headers[r].tokens);
     }
   }
   // All ranks see the same headers, so all leave here together and the workspace stays usable.
@@ -288,10 +267,9 @@ void Call::wait_slowly(const WaitPoint& point, int32_t timeout_ms,
         uint32_t none = 0;
         shared(ws.flags(r).abort).compare_exchange_strong(none, uint32_t(s.ep_rank) + 1);
       }
-      throw Error(MOK_ERR_TIMEOUT, "rank " + std::to_string(s.ep_rank) + " of EP " +
-                                       std::to_string(s.ep_size) + " waited " +
-                                       std::to_string(timeout_ms) + " ms in " + describe(point) +
-                                       " (call " + std::to_string(epoch) + ")");
+      throw Error(MOK_ERR_TIMEOUT, rank_text(s) + " waited " + std::to_string(timeout_ms) +
+                                       " ms in " + describe(point) + " (call " +
+                                       std::to_string(epoch) + ")");
     }
     if (spins < 64) {
       std::this_thread::yield();

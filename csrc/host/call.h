@@ -14,9 +14,6 @@
 
 namespace mok {
 
-enum class Op : int32_t { kSchedule = 1, kDispatch, kCombine, kForward, kBackward };
-const char* op_name(Op op);
-
 // Where a wait stands, for the error that names it.
 struct WaitPoint {
   const char* phase;

@@ -31,27 +31,19 @@ MOK_HD int64_t max_blocks(const MokShape& s) {
   return int64_t{s.ep_size} * s.max_tokens * s.topk / kBlockRows + local_experts(s);
 }
 
-// Why a rank refuses a call.
+// Entry points of an engine.
+enum class Op : int32_t { kSchedule = 1, kDispatch, kCombine, kForward, kBackward };
+
+// Why a rank refuses a call. In words: messages.h.
 enum Refusal : int32_t {
   kRefusedArgument = -1,
   kRefusedTokens = -2,
   kRefusedExpertId = -3,
 };
 
-inline const char* refusal_text(int32_t refusal) {
-  switch (refusal) {
-    case kRefusedTokens:
-      return "more tokens than the workspace takes";
-    case kRefusedExpertId:
-      return "an expert id out of range";
-    default:
-      return "a missing or misaligned buffer, or a wrong size";
-  }
-}
-
 // What a rank announces when it enters a call. Peers refuse to go on unless they do the same call.
 struct CallHeader {
-  int32_t op;      // engine's number of the entry point
+  int32_t op;      // Op in the low byte; above it what else ranks must have in common
   int32_t tokens;  // or a Refusal: every rank must return
 };
 

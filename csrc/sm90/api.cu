@@ -3,6 +3,7 @@
 #include <new>
 #include <vector>
 
+#include "../schedule/messages.h"
 #include "layout.cuh"
 #include "standalone.h"
 #include "workspace.h"
@@ -66,8 +67,7 @@ void require_matrix(const void* pointer, const char* name) {
 
 void check_routes(const MokWorkspace& ws, const MokRoutes& routes) {
   if (routes.tokens < 0 || routes.tokens > ws.shape.max_tokens) {
-    refuse("got " + std::to_string(routes.tokens) + " tokens; the workspace takes 0 to " +
-           std::to_string(ws.shape.max_tokens) + " (its max_tokens)");
+    refuse(mok::bad_tokens_text(ws.shape, routes.tokens));
   }
   if (routes.tokens == 0) return;
   require_pointer(routes.expert_ids, "routes.expert_ids");
@@ -112,12 +112,17 @@ void check_grads(const MokWorkspace& ws, const MokWeightGrads& grads) {
   }
 }
 
-mok::sm90::ScheduleParams schedule_params(MokWorkspace& ws, const MokRoutes& routes,
-                                          mok::sm90::Op op) {
+mok::sm90::ScheduleParams schedule_params(MokWorkspace& ws, const MokRoutes& routes, mok::Op op) {
   // Ranks must also cut groups alike, which depends on their number of CTAs.
   const int32_t tagged = static_cast<int32_t>(op) | ws.geometry.min_group_blocks << 8;
   return {ws.geometry, ws.local,      ws.peers,          ws.dog,      ws.faults.refused_call(),
           tagged,      routes.tokens, routes.expert_ids, routes.probs};
+}
+
+// Begins a call: the tables that its kernels work on.
+void start_schedule(MokWorkspace& ws, const MokRoutes& routes, mok::Op op, cudaStream_t stream) {
+  mok::sm90::check_cuda(launch_schedule(schedule_params(ws, routes, op), stream),
+                        "launching the schedule");
 }
 
 // Reports the first call since the last report that a rank refused.
@@ -130,7 +135,7 @@ void report_refused_call(MokWorkspace& ws) {
 // call was refused is reported after this one has been launched: so the ranks stay in step. Never
 // this one: whether the device is there by now is chance.
 template <typename Check, typename Run>
-MokStatus collective(MokWorkspace* ws, mok::sm90::Op op, const MokRoutes& routes, void* stream,
+MokStatus collective(MokWorkspace* ws, mok::Op op, const MokRoutes& routes, void* stream,
                      const Check& check, const Run& run) {
   return guarded(ws, [&] {
     try {
@@ -234,6 +239,12 @@ WeightMaps weight_grad_maps(MokWorkspace& ws, const MokWeightGrads& grads, cudaS
       [&](const void* g) { return make_grad_map(g, h, f); });
 }
 
+// In boxes of what a warpgroup has of a row block.
+CUtensorMap saved_preact_map(const MokWorkspace& ws, const MokSaved& saved) {
+  return mok::sm90::make_matrix_map(saved.preact, saved.rows, 2 * int64_t{ws.shape.ffn},
+                                    mok::sm90::kWarpgroupRows);
+}
+
 mok::sm90::CallParams call_params(const MokWorkspace& ws, const MokRoutes& routes) {
   mok::sm90::CallParams params{};
   params.geometry = ws.geometry;
@@ -251,8 +262,7 @@ void run_forward(MokWorkspace& ws, const MokForwardArgs& args) {
   ForwardParams params{call_params(ws, args.routes)};
   stage_matrix(ws, params.peers.hidden, args.hidden, args.routes.tokens, stream);
   const WeightMaps maps = forward_weight_maps(ws, args.weights, stream);
-  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kForward), stream),
-             "launching the schedule");
+  start_schedule(ws, args.routes, mok::Op::kForward, stream);
   params.fc1_maps = maps.fc1;
   params.fc2_maps = maps.fc2;
   params.row_ring = ws.row_ring;
@@ -260,10 +270,7 @@ void run_forward(MokWorkspace& ws, const MokForwardArgs& args) {
   params.addend = static_cast<const uint8_t*>(args.addend);
   params.output = static_cast<uint8_t*>(args.output);
   ForwardMaps forward_maps = ws.forward_maps;
-  if (args.saved.rows > 0) {
-    forward_maps.half_preact = make_matrix_map(args.saved.preact, args.saved.rows,
-                                               2 * int64_t{ws.shape.ffn}, kWarpgroupRows);
-  }
+  if (args.saved.rows > 0) forward_maps.half_preact = saved_preact_map(ws, args.saved);
   check_cuda(launch_forward(params, forward_maps, ws.ctas, stream), "launching the forward kernel");
 }
 
@@ -307,12 +314,8 @@ void run_backward(MokWorkspace& ws, const MokBackwardArgs& args) {
   params.fc1_grad_maps = wgrad.fc1;
   params.fc2_grad_maps = wgrad.fc2;
   BackwardMaps maps = ws.backward_maps;
-  if (args.saved.rows > 0) {
-    maps.saved_preact = make_matrix_map(args.saved.preact, args.saved.rows,
-                                        2 * int64_t{ws.shape.ffn}, kWarpgroupRows);
-  }
-  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kBackward), stream),
-             "launching the schedule");
+  if (args.saved.rows > 0) maps.saved_preact = saved_preact_map(ws, args.saved);
+  start_schedule(ws, args.routes, mok::Op::kBackward, stream);
   if (!params.accumulate) {
     const int64_t matrix = int64_t{ws.shape.hidden} * ws.shape.ffn;
     zero_empty_grads(ws, grads.fc1, 2 * matrix, stream);
@@ -323,9 +326,7 @@ void run_backward(MokWorkspace& ws, const MokBackwardArgs& args) {
 
 void run_schedule(MokWorkspace& ws, MokScheduleArgs& args) {
   using namespace mok::sm90;
-  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kSchedule),
-                             static_cast<cudaStream_t>(args.stream)),
-             "launching the schedule");
+  start_schedule(ws, args.routes, mok::Op::kSchedule, static_cast<cudaStream_t>(args.stream));
   export_schedule(ws, call_params(ws, args.routes), args);
   report_refused_call(ws);  // the device has been waited for
 }
@@ -338,8 +339,7 @@ void run_dispatch(MokWorkspace& ws, const MokDispatchArgs& args) {
   params.rows = static_cast<uint8_t*>(args.rows);
   params.row_probs = args.row_probs;
   params.expert_rows = args.expert_rows;
-  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kDispatch), stream),
-             "launching the schedule");
+  start_schedule(ws, args.routes, mok::Op::kDispatch, stream);
   check_cuda(launch_await_rows(params, stream), "waiting for the row table");
   check_cuda(launch_dispatch(params, ws.ctas, stream), "launching the dispatch kernel");
 }
@@ -353,8 +353,7 @@ void run_combine(MokWorkspace& ws, const MokCombineArgs& args) {
   params.rows = static_cast<const uint8_t*>(args.rows);
   params.row_probs = args.row_probs;
   params.grad_probs = args.route_probs;
-  check_cuda(launch_schedule(schedule_params(ws, args.routes, Op::kCombine), stream),
-             "launching the schedule");
+  start_schedule(ws, args.routes, mok::Op::kCombine, stream);
   check_cuda(launch_await_rows(params, stream), "waiting for the row table");
   check_cuda(launch_combine(params, ws.ctas, stream), "launching the combine kernel");
 }
@@ -416,7 +415,7 @@ MokStatus mok_schedule(MokWorkspace* ws, MokScheduleArgs* args) {
     require_pointer(args->rows, "rows");
     require_pointer(args->segments, "segments");
   };
-  return collective(ws, mok::sm90::Op::kSchedule, args->routes, args->stream, check,
+  return collective(ws, mok::Op::kSchedule, args->routes, args->stream, check,
                     [&] { run_schedule(*ws, *args); });
 }
 
@@ -428,7 +427,7 @@ MokStatus mok_dispatch(MokWorkspace* ws, const MokDispatchArgs* args) {
     require_pointer(args->expert_rows, "expert_rows");
     if (args->routes.tokens > 0) require_matrix(args->hidden, "hidden");
   };
-  return collective(ws, mok::sm90::Op::kDispatch, args->routes, args->stream, check,
+  return collective(ws, mok::Op::kDispatch, args->routes, args->stream, check,
                     [&] { run_dispatch(*ws, *args); });
 }
 
@@ -441,7 +440,7 @@ MokStatus mok_combine(MokWorkspace* ws, const MokCombineArgs* args) {
     if (args->addend != nullptr) require_matrix(args->addend, "addend");
     if (args->row_probs != nullptr) require_pointer(args->route_probs, "route_probs");
   };
-  return collective(ws, mok::sm90::Op::kCombine, args->routes, args->stream, check,
+  return collective(ws, mok::Op::kCombine, args->routes, args->stream, check,
                     [&] { run_combine(*ws, *args); });
 }
 
@@ -456,7 +455,7 @@ MokStatus mok_forward(MokWorkspace* ws, const MokForwardArgs* args) {
       if (args->addend != nullptr) require_matrix(args->addend, "addend");
     }
   };
-  return collective(ws, mok::sm90::Op::kForward, args->routes, args->stream, check,
+  return collective(ws, mok::Op::kForward, args->routes, args->stream, check,
                     [&] { run_forward(*ws, *args); });
 }
 
@@ -473,7 +472,7 @@ MokStatus mok_backward(MokWorkspace* ws, const MokBackwardArgs* args) {
       require_pointer(args->grad_probs, "grad_probs");
     }
   };
-  return collective(ws, mok::sm90::Op::kBackward, args->routes, args->stream, check,
+  return collective(ws, mok::Op::kBackward, args->routes, args->stream, check,
                     [&] { run_backward(*ws, *args); });
 }
 

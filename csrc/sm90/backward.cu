@@ -3,9 +3,9 @@
 // hand-overs are those of the forward kernel.
 #include "backward.h"
 #include "gemm_mainloop.cuh"
-#include "launch.cuh"
 #include "mover.cuh"
 #include "order.cuh"
+#include "persistent.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
 #include "staged.cuh"
@@ -56,12 +56,6 @@ MOK_DEVICE int32_t k_steps(const Task& task, const BackwardParams& p) {
       return p.geometry.hidden / kTileK;
   }
 }
-
-// The flag that a task's operands wait for.
-struct Readiness {
-  const uint32_t* counter;
-  uint32_t target;
-};
 
 MOK_DEVICE Readiness task_readiness(const Task& task, const BackwardParams& p) {
   const uint32_t tiles = p.geometry.fc2_dgrad_tiles;
@@ -167,12 +161,9 @@ MOK_DEVICE bool load_chunks(const Task& task, const BackwardParams& p, const Bac
                             uint32_t smem, StageCursor& stage) {
   const Geometry& g = p.geometry;
   const bool saved = task.block < p.saved_blocks;
-  if (!saved) {
-    if (!wait_counter(p.local.activations_ready + task.block, g.fc1_tiles, p.dog, kWaitActivations,
-                      task.block)) {
-      return false;
-    }
-    acquire_for_copies();
+  if (!saved && !wait_loadable(p.local.activations_ready + task.block, g.fc1_tiles, p.dog,
+                               kWaitActivations, task.block)) {
+    return false;
   }
   const CUtensorMap* map = saved ? &maps.saved_preact : &maps.preact;
   const int32_t row = saved ? task.block * kTileM : ring_row(task.block, g);
@@ -208,11 +199,8 @@ MOK_DEVICE void load_role(const BackwardParams& p, const BackwardMaps& maps, uin
     if (!next.ready) {
       const Readiness flag = task_readiness(task, p);
       const bool rows = task.phase == kPhaseRecompute || task.phase == MOK_PHASE_FC1;
-      if (!wait_counter(flag.counter, flag.target, p.dog, rows ? kWaitRows : kWaitGrads,
-                        task.block)) {
-        return;
-      }
-      acquire_for_copies();
+      const WaitSite site = rows ? kWaitRows : kWaitGrads;
+      if (!wait_loadable(flag.counter, flag.target, p.dog, site, task.block)) return;
     }
     const uint32_t ticket = atomicAdd(tickets, 1u);
     const OperandLoads loads(task, p, maps);
@@ -288,7 +276,7 @@ class MathRole {
     GradRows rows;
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
-      const int32_t row = threadIdx.x / 32 * 16 + h * 8 + threadIdx.x % 32 / 4;
+      const int32_t row = accumulator_row(h);
       rows.valid[h] = row < task.rows;
       rows.prob[h] = rows.valid[h] ? table[row].prob : 0.0f;
     }
@@ -326,7 +314,7 @@ class MathRole {
       float sum = rows.grad_prob[h];
       sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
       sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
-      const int32_t row = threadIdx.x / 32 * 16 + h * 8 + threadIdx.x % 32 / 4;
+      const int32_t row = accumulator_row(h);
       if (threadIdx.x % 4 == 0) {
         const int64_t at = int64_t{ring_row(task.block, g)} + row;
         p_.rings.prob_parts[at * g.fc2_dgrad_tiles + task.tile] = sum;
@@ -401,8 +389,7 @@ MOK_DEVICE bool store_preact(const Task& task, const BackwardParams& p, const Ba
   if (!wait_slot_free(task.block, p)) return false;
   const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
     const int32_t row = ring_row(task.block, g) + h * kWarpgroupRows;
-    store_boxes(&maps.preact, data, boxes, column, row);
-    store_boxes(&maps.preact, data + kTileF / kBoxColumns * kBoxBytes, boxes, g.ffn + column, row);
+    store_gate_and_up(&maps.preact, data, boxes, column, g.ffn, row);
   });
   if (!ok) return false;
   finish_bulk_stores();
@@ -494,15 +481,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t smem = shared_address(shared);
   const int32_t warp = warp_uniform(threadIdx.x / 32);
   const int32_t warpgroup = warp / 4;
-  if (threadIdx.x == 0) {
-    StageRing::init(smem);
-    TaskRing::init(smem);
-    StagingHalf::init(smem);
-    fence_barrier_init();
-    fence_proxy_shared();
-  }
-  wait_for_previous_kernel();
-  if (!rows_have_arrived(p)) return;
+  if (!begin_kernel(p, smem)) return;
 
   const int32_t experts = p.geometry.local_experts;
   if (warpgroup < kMathWarpgroups) {
@@ -552,11 +531,7 @@ __global__ void zero_empty_kernel(const __grid_constant__ EmptyGrads args, Local
 
 cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, int32_t ctas,
                             cudaStream_t stream) {
-  cudaError_t error = cudaFuncSetAttribute(
-      backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedPlan::kBytes);
-  if (error != cudaSuccess) return error;
-  return launch_overlapped(backward_kernel, ctas, kThreads, SharedPlan::kBytes, stream, params,
-                           maps);
+  return launch_persistent(backward_kernel, params, maps, ctas, stream);
 }
 
 cudaError_t launch_zero_empty(const EmptyGrads& grads, const LocalTables& local,

@@ -44,9 +44,7 @@ MOK_DEVICE void push_rows(const CombineParams& p) {
 MOK_DEVICE ReduceItem claim_token(const CombineParams& p) {
   const int32_t lane = threadIdx.x % 32;
   ReduceItem item{-1, -1, -1, 0};
-  uint32_t ticket = 0;
-  if (lane == 0) ticket = atomicAdd(&p.local.state->counters.reduce_ticket, 1u);
-  ticket = warp_uniform(ticket);
+  const uint32_t ticket = claim_ticket(&p.local.state->counters.reduce_ticket);
   if (ticket >= static_cast<uint32_t>(p.tokens)) return item;
   item.token = static_cast<int32_t>(ticket);
   const int32_t topk = p.geometry.topk;

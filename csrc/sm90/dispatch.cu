@@ -25,9 +25,7 @@ MOK_DEVICE DispatchPiece claim_piece(const DispatchParams& p) {
   const int32_t parts = p.geometry.local_experts;
   const auto part_pieces = static_cast<int32_t>(ceil_div(pieces, parts));
   while (true) {
-    uint32_t claimed = 0;
-    if (threadIdx.x % 32 == 0) claimed = atomicAdd(&state.counters.dispatch_ticket, 1u);
-    const int32_t ticket = warp_uniform(claimed);
+    const int32_t ticket = claim_ticket(&state.counters.dispatch_ticket);
     if (ticket >= part_pieces * parts) return DispatchPiece(-1);
     const int32_t piece = ticket % parts * part_pieces + ticket / parts;
     if (piece < pieces) return DispatchPiece(piece);

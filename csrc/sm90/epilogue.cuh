@@ -26,6 +26,11 @@ struct StagingHalf {
   }
 };
 
+// The row of the tile, of all math warps' rows, that the thread's accumulators with this h are of.
+MOK_DEVICE int32_t accumulator_row(int32_t h) {
+  return threadIdx.x / 32 * 16 + h * 8 + threadIdx.x % 32 / 4;
+}
+
 // Where 8 columns of a row go: as linear rows, to be pushed one by one.
 struct LinearRows {
   MOK_DEVICE static uint32_t offset(uint32_t row, uint32_t column8) {
@@ -71,13 +76,18 @@ struct PlainPairs {
   }
 };
 
-// scale * silu(x) of two values, silu(x) = x / (1 + exp(-x)), with one reciprocal for both. The
-// clamp keeps the product of the denominators finite; silu is closer to 0 than 1e-16 where it acts.
-MOK_DEVICE float2 scaled_silu2(float x, float y, float scale) {
+// 1 + exp(-x), the denominator of the sigmoid. The clamp keeps the product of two finite, so that
+// they can share a reciprocal; silu is closer to 0 than 1e-16 where it acts.
+MOK_DEVICE float sigmoid_denominator(float x) {
   constexpr float kLog2E = 1.4426950408889634f;
   constexpr float kClamp = 60.0f;
-  const float a = 1.0f + exp2_approx(fminf(x * -kLog2E, kClamp));
-  const float b = 1.0f + exp2_approx(fminf(y * -kLog2E, kClamp));
+  return 1.0f + exp2_approx(fminf(x * -kLog2E, kClamp));
+}
+
+// scale * silu(x) of two values, silu(x) = x / (1 + exp(-x)).
+MOK_DEVICE float2 scaled_silu2(float x, float y, float scale) {
+  const float a = sigmoid_denominator(x);
+  const float b = sigmoid_denominator(y);
   const float r = scale * reciprocal_approx(a * b);
   return make_float2(x * (r * b), y * (r * a));
 }

@@ -1,3 +1,4 @@
+#include "../schedule/messages.h"
 #include "error.h"
 #include "fault.h"
 
@@ -35,43 +36,16 @@ SiteText describe_site(int32_t site) {
   }
 }
 
-const char* op_name(int32_t op) {
-  switch (static_cast<Op>(op & 0xff)) {
-    case Op::kSchedule:
-      return "schedule";
-    case Op::kDispatch:
-      return "dispatch";
-    case Op::kCombine:
-      return "combine";
-    case Op::kForward:
-      return "forward";
-    case Op::kBackward:
-      return "backward";
-  }
-  return "an unknown operation";
-}
-
-std::string rank_of(const MokShape& shape) {
-  return "rank " + std::to_string(shape.ep_rank) + " of EP " + std::to_string(shape.ep_size);
-}
-
 // Why nobody made the call, as this rank sees it.
 std::string describe_refusal(const RefusedCall& call, const MokShape& shape) {
-  const std::string peer = "rank " + std::to_string(call.rank) + " of the EP group";
   if (call.rank == shape.ep_rank && call.route >= 0) {
-    return "expert id " + std::to_string(call.expert) + " at token " +
-           std::to_string(call.route / shape.topk) + ", k " +
-           std::to_string(call.route % shape.topk) + "; allowed are -1 (no route) to " +
-           std::to_string(shape.num_experts - 1);
+    return bad_expert_text(shape, call.expert, call.route);
   }
-  if (call.tokens < 0) {
-    return peer + " refused its arguments (" + refusal_text(call.tokens) + "); see its error";
-  }
+  if (call.tokens < 0) return peer_refused_text(call.rank, call.tokens);
   if ((call.op & 0xff) == (call.my_op & 0xff)) {
-    return peer + " has another number of CTAs than this rank";
+    return peer_text(call.rank) + " has another number of CTAs than this rank";
   }
-  return peer + " calls " + op_name(call.op) + " while this rank calls " + op_name(call.my_op) +
-         "; every rank must make the same calls in the same order";
+  return other_call_text(call.rank, call.op, call.my_op);
 }
 
 }  // namespace
@@ -89,7 +63,7 @@ std::string FaultRecords::fault_message(const MokShape& shape) const {
   if (!fault.raised) return "";
   const SiteText text = describe_site(fault.site);
   const int32_t by = fault.by;
-  std::string what = rank_of(shape) + (by == shape.ep_rank ? " waited too long" : " stopped") +
+  std::string what = rank_text(shape) + (by == shape.ep_rank ? " waited too long" : " stopped") +
                      " in phase '" + text.phase + "'";
   if (text.detail != nullptr && fault.detail >= 0) {
     what += std::string(", for ") + text.detail + " " + std::to_string(fault.detail);
@@ -104,7 +78,7 @@ std::string FaultRecords::take_refusal(const MokShape& shape) {
   const RefusedCall call{record.rank,  record.op,     record.tokens, record.my_op,
                          record.route, record.expert, record.epoch,  1};
   record.raised = 0;
-  return rank_of(shape) + " did not make call " + std::to_string(call.epoch) + " (" +
+  return rank_text(shape) + " did not make call " + std::to_string(call.epoch) + " (" +
          op_name(call.my_op) + "), whose results are undefined: " + describe_refusal(call, shape);
 }
 

@@ -8,9 +8,6 @@
 
 namespace mok::sm90 {
 
-// Numbers of CallHeader.op, in its low byte. Above it is what ranks must also have in common.
-enum class Op : int32_t { kSchedule = 1, kDispatch, kCombine, kForward, kBackward };
-
 // Pinned memory of a workspace that kernels write.
 class FaultRecords {
  public:

@@ -4,9 +4,9 @@
 #include "epilogue.cuh"
 #include "forward.h"
 #include "gemm_mainloop.cuh"
-#include "launch.cuh"
 #include "mover.cuh"
 #include "order.cuh"
+#include "persistent.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
 #include "staged.cuh"
@@ -20,12 +20,6 @@ MOK_DEVICE int32_t k_steps(int32_t phase, const Geometry& g) {
 }
 
 // ---- Load warp ---------------------------------------------------------------------------------
-
-// The flag that a task's left operand waits for.
-struct Readiness {
-  const uint32_t* counter;
-  uint32_t target;
-};
 
 MOK_DEVICE Readiness task_readiness(const Task& task, const ForwardParams& p) {
   if (task.phase == MOK_PHASE_FC1) return {p.local.rows_ready + task.block, kPieces};
@@ -59,11 +53,8 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
     if (!TaskRing::publish(smem, task, slot, p.dog) || task.phase == kNoTask) return;
     if (!next.ready) {
       const Readiness flag = task_readiness(task, p);
-      if (!wait_counter(flag.counter, flag.target, p.dog,
-                        task.phase == MOK_PHASE_FC1 ? kWaitRows : kWaitActivations, task.block)) {
-        return;
-      }
-      acquire_for_copies();
+      const WaitSite site = task.phase == MOK_PHASE_FC1 ? kWaitRows : kWaitActivations;
+      if (!wait_loadable(flag.counter, flag.target, p.dog, site, task.block)) return;
     }
     const uint32_t ticket = atomicAdd(tickets, 1u);
     const bool fc1 = task.phase == MOK_PHASE_FC1;
@@ -115,7 +106,7 @@ MOK_DEVICE void math_role(const ForwardParams& p, uint32_t smem, int32_t warpgro
     if (fc1) {
 #pragma unroll
       for (int32_t h = 0; h < 2; ++h) {
-        const int32_t row = threadIdx.x / 32 * 16 + h * 8 + threadIdx.x % 32 / 4;
+        const int32_t row = accumulator_row(h);
         if (row < task.rows) prob[h] = rows[int64_t{task.block} * kBlockRows + row].prob;
       }
     }
@@ -147,9 +138,7 @@ MOK_DEVICE bool store_fc1(const Task& task, const ForwardParams& p, const Forwar
   if (task.block < p.saved_blocks) {
     const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
       const int32_t row = task.block * kTileM + h * kWarpgroupRows;
-      store_boxes(&maps.half_preact, data, boxes, column, row);
-      store_boxes(&maps.half_preact, data + kTileF / kBoxColumns * kBoxBytes, boxes, g.ffn + column,
-                  row);
+      store_gate_and_up(&maps.half_preact, data, boxes, column, g.ffn, row);
     });
     if (!ok) return false;
   }
@@ -203,15 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t smem = shared_address(shared);
   const int32_t warp = warp_uniform(threadIdx.x / 32);
   const int32_t warpgroup = warp / 4;
-  if (threadIdx.x == 0) {
-    StageRing::init(smem);
-    TaskRing::init(smem);
-    StagingHalf::init(smem);
-    fence_barrier_init();
-    fence_proxy_shared();
-  }
-  wait_for_previous_kernel();
-  if (!rows_have_arrived(p)) return;
+  if (!begin_kernel(p, smem)) return;
 
   if (warpgroup < kMathWarpgroups) {
     grow_registers<kMathRegisters>();
@@ -241,11 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps, int32_t ctas,
                            cudaStream_t stream) {
-  cudaError_t error = cudaFuncSetAttribute(
-      forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedPlan::kBytes);
-  if (error != cudaSuccess) return error;
-  return launch_overlapped(forward_kernel, ctas, kThreads, SharedPlan::kBytes, stream, params,
-                           maps);
+  return launch_persistent(forward_kernel, params, maps, ctas, stream);
 }
 
 }  // namespace mok::sm90

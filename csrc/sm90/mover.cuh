@@ -45,11 +45,7 @@ struct DispatchPiece {
   int32_t ticket;  // -1: there are no more
 
   MOK_DEVICE explicit DispatchPiece(const CallParams& p) {
-    uint32_t claimed = 0;
-    if (threadIdx.x % 32 == 0) {
-      claimed = atomicAdd(&p.local.state->counters.dispatch_ticket, 1u);
-    }
-    ticket = warp_uniform(claimed);
+    ticket = claim_ticket(&p.local.state->counters.dispatch_ticket);
     if (ticket >= p.local.state->num_blocks * kPieces) ticket = -1;
   }
   MOK_DEVICE explicit DispatchPiece(int32_t piece) : ticket(piece) {}

@@ -39,9 +39,9 @@ MOK_DEVICE void report_progress(const Task& task, const CallParams& p) {
   }
 }
 
-// Pushes rows to their slots at their owners, each with one store of the warp. Followed by
-// report_progress. A bulk copy for each
-// row would be slower: they queue with the operand loads of the next tile.
+// Pushes rows to their slots at their owners, each with one store of the warp. A bulk copy for each
+// row would be slower: they queue with the operand loads of the next tile. Followed by
+// report_progress.
 MOK_DEVICE bool push_rows(const Task& task, const CallParams& p, const StagedTile& staged) {
   const Geometry& g = p.geometry;
   const int32_t lane = threadIdx.x % 32;

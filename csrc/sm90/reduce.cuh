@@ -82,9 +82,7 @@ class TokenQueue {
     const Geometry& g = p.geometry;
     const int32_t lane = threadIdx.x % 32;
     ReduceItem item{-1, -1, -1, 0};
-    uint32_t ticket = 0;
-    if (lane == 0) ticket = atomicAdd(&p.local.state->counters.reduce_ticket, 1u);
-    ticket = warp_uniform(ticket);
+    uint32_t ticket = claim_ticket(&p.local.state->counters.reduce_ticket);
     constexpr int32_t kLast = kReduceBuckets - 1;
     const uint32_t whole = __shfl_sync(~0u, end_, kLast - 1);
     int32_t bucket = kLast;

@@ -43,6 +43,13 @@ MOK_DEVICE void store_boxes(const CUtensorMap* map, uint32_t data, int32_t boxes
   }
 }
 
+// Stores a half of an FC1 tile to a matrix of pre-activations [rows, 2F].
+MOK_DEVICE void store_gate_and_up(const CUtensorMap* map, uint32_t data, int32_t boxes,
+                                  int32_t first_column, int32_t ffn, int32_t row) {
+  store_boxes(map, data, boxes, first_column, row);
+  store_boxes(map, data + kTileF / kBoxColumns * kBoxBytes, boxes, ffn + first_column, row);
+}
+
 }  // namespace mok::sm90
 
 #endif  // MOK_SM90_STAGED_CUH_

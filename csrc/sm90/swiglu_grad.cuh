@@ -15,12 +15,10 @@ MOK_DEVICE uint32_t chunk_half(uint32_t stage, int32_t warpgroup) {
   return stage + warpgroup * kHalfChunkBytes;
 }
 
-// 1 / (1 + exp(-x)) of two values with one reciprocal; see scaled_silu2 for the clamp.
+// 1 / (1 + exp(-x)) of two values.
 MOK_DEVICE float2 sigmoid2(float x, float y) {
-  constexpr float kLog2E = 1.4426950408889634f;
-  constexpr float kClamp = 60.0f;
-  const float a = 1.0f + exp2_approx(fminf(x * -kLog2E, kClamp));
-  const float b = 1.0f + exp2_approx(fminf(y * -kLog2E, kClamp));
+  const float a = sigmoid_denominator(x);
+  const float b = sigmoid_denominator(y);
   const float r = reciprocal_approx(a * b);
   return make_float2(r * b, r * a);
 }

@@ -43,6 +43,13 @@ MOK_DEVICE uint32_t release_add_fetch(uint32_t* counter, uint32_t value) {
   return before;
 }
 
+// The next ticket of `counter`, claimed by a whole warp.
+MOK_DEVICE uint32_t claim_ticket(uint32_t* counter) {
+  uint32_t ticket = 0;
+  if (threadIdx.x % 32 == 0) ticket = atomicAdd(counter, 1u);
+  return warp_uniform(ticket);
+}
+
 // Publishes to all ranks.
 MOK_DEVICE void release_store(uint32_t* word, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
@@ -157,6 +164,14 @@ MOK_DEVICE bool wait_counter(const uint32_t* counter, uint32_t target, const Wat
                              WaitSite site, int32_t detail) {
   return wait_until([=] { return load_relaxed(counter) >= target; }, dog, site, detail,
                     dog.inner_wait_ns);
+}
+
+// The same where the counter stands for data that tensor or bulk copies of this thread read next.
+MOK_DEVICE bool wait_loadable(const uint32_t* counter, uint32_t target, const Watchdog& dog,
+                              WaitSite site, int32_t detail) {
+  if (!wait_counter(counter, target, dog, site, detail)) return false;
+  acquire_for_copies();
+  return true;
 }
 
 // Waits for an epoch-stamped flag of a peer.

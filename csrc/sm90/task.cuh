@@ -40,15 +40,6 @@ MOK_DEVICE bool rows_have_arrived(const CallParams& p) {
   return __syncthreads_and(ok);
 }
 
-// Maps of weights and gradients are in global memory, where the host may have replaced them since
-// the last call.
-MOK_DEVICE void acquire_tensor_maps(const CUtensorMap* maps, int32_t count) {
-  for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
-    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(maps + i)
-                 : "memory");
-  }
-}
-
 // The load warp publishes tasks here; math and store warps read each once.
 struct TaskRing {
   static constexpr uint32_t kReaders = kMathWarps + 1;

@@ -1,0 +1,52 @@
+// What the persistent kernels share around their roles: how they are launched and begin, and how
+// the load warp looks ahead.
+#ifndef MOK_SM90_PERSISTENT_CUH_
+#define MOK_SM90_PERSISTENT_CUH_
+
+#include "epilogue.cuh"
+#include "gemm_mainloop.cuh"
+#include "launch.cuh"
+#include "task.cuh"
+
+namespace mok::sm90 {
+
+// Prepares shared memory and waits for the tables of the call. False: there is nothing to do.
+MOK_DEVICE bool begin_kernel(const CallParams& p, uint32_t smem) {
+  if (threadIdx.x == 0) {
+    StageRing::init(smem);
+    TaskRing::init(smem);
+    StagingHalf::init(smem);
+    fence_barrier_init();
+    fence_proxy_shared();
+  }
+  wait_for_previous_kernel();
+  return rows_have_arrived(p);
+}
+
+// Maps of weights and gradients are in global memory, where the host may have replaced them since
+// the last call.
+MOK_DEVICE void acquire_tensor_maps(const CUtensorMap* maps, int32_t count) {
+  for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(maps + i)
+                 : "memory");
+  }
+}
+
+// The flag that the operands of a task wait for.
+struct Readiness {
+  const uint32_t* counter;
+  uint32_t target;
+};
+
+template <typename Params, typename Maps>
+cudaError_t launch_persistent(void (*kernel)(Params, Maps), const Params& params, const Maps& maps,
+                              int32_t ctas, cudaStream_t stream) {
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedPlan::kBytes);
+  if (error != cudaSuccess) return error;
+  return launch_overlapped(kernel, ctas, kThreads, SharedPlan::kBytes, stream, params, maps);
+}
+
+}  // namespace mok::sm90
+
+#endif  // MOK_SM90_PERSISTENT_CUH_
