@@ -47,9 +47,9 @@ def _eager_unavailable(device, dtype):
 
 
 def _build_eager(inputs):
-    from .torch_arms import ComposedLayer
+    from .torch_arms import EagerLayer
 
-    return ComposedLayer(inputs, compiled=False)
+    return EagerLayer(inputs)
 
 
 def _compiled_unavailable(device, dtype):
@@ -59,9 +59,9 @@ def _compiled_unavailable(device, dtype):
 
 
 def _build_compiled(inputs):
-    from .torch_arms import ComposedLayer
+    from .torch_arms import CompiledLayer
 
-    return ComposedLayer(inputs, compiled=True)
+    return CompiledLayer(inputs)
 
 
 def _megatron_unavailable(device, dtype):

@@ -8,7 +8,7 @@ import torch
 
 from megatron_mok.reference import moe_layer
 
-from .layer import BenchLayer, Gradients, LayerInputs
+from .layer import BenchLayer, Gradients, LayerInputs, MovesRows
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """Largest relative error ||x - reference|| / ||reference|| of an output or gradient."""
@@ -89,7 +89,7 @@ def check_backward(layer: BenchLayer, reference: Reference) -> Verdict:
     return _compare(pairs, layer.inputs.dtype)
 
 
-def check_moves(layer: BenchLayer) -> Verdict:
+def check_moves(layer: MovesRows) -> Verdict:
     """Runs dispatch and combine with nothing in between: K times the hidden states."""
     _poison(layer.inputs)
     expected_TH = layer.inputs.hidden_TH.float() * layer.inputs.topk

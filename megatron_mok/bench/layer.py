@@ -116,20 +116,6 @@ class BenchLayer(abc.ABC):
         """The FP32 buffers that backwards add weight gradients into."""
         return ()
 
-    @property
-    def moves_rows(self) -> bool:
-        """Whether the implementation has a dispatch and a combine of their own."""
-        return type(self).dispatch is not BenchLayer.dispatch
-
-    def dispatch(self) -> Any:
-        """Rows of hidden states by expert, from routing map and probs; without gradients. Returns
-        what `combine` takes."""
-        raise NotImplementedError
-
-    def combine(self, dispatched: Any) -> torch.Tensor:
-        """[T, H] sums of each token's rows; without gradients."""
-        raise NotImplementedError
-
     # Names of the kernels that begin and end the schedule inside a forward.
     schedule_kernels: tuple[str, str] | None = None
 
@@ -141,6 +127,19 @@ class BenchLayer(abc.ABC):
             self.inputs.grad_output_TH,
             allow_unused=True,
         )
+
+
+class MovesRows(BenchLayer):
+    """A layer whose implementation has a dispatch and a combine of their own."""
+
+    @abc.abstractmethod
+    def dispatch(self) -> Any:
+        """Rows of hidden states by expert, from routing map and probs; without gradients. Returns
+        what `combine` takes."""
+
+    @abc.abstractmethod
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        """[T, H] sums of each token's rows; without gradients."""
 
 
 class MainGradLayer(BenchLayer):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .layer import LayerInputs, MainGradLayer
+from .layer import LayerInputs, MainGradLayer, MovesRows
 from .timing import describe
 
 
@@ -28,7 +28,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-class MegatronLayer(MainGradLayer):
+class MegatronLayer(MainGradLayer, MovesRows):
     """MoELayer of one rank, with fused permutation, grouped GEMMs, fused SwiGLU and weight
     gradients added into FP32 `main_grad`. Its router is there but not called. Dispatch and combine
     alone are its fused permutations, all that its dispatcher launches on a rank alone but for the

@@ -3,21 +3,17 @@
 import torch
 
 from megatron_mok.ops import combine, dispatch, fused_moe, routes_from_map
-from megatron_mok.runtime import LayerShape, MoKError, Workspace
-from megatron_mok.runtime.engine import load_engine
+from megatron_mok.runtime import LayerShape, Workspace
+from megatron_mok.runtime.engine import engine_problem
 
-from .layer import LayerInputs, MainGradLayer
+from .layer import LayerInputs, MainGradLayer, MovesRows
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    try:
-        load_engine(device.type)
-    except (MoKError, OSError) as error:
-        return str(error)
-    return None
+    return engine_problem(device.type)
 
 
-class MokLayer(MainGradLayer):
+class MokLayer(MainGradLayer, MovesRows):
     """Routes from the map, then the fused layer; weight gradients are added into FP32 `main_grad`,
     and the pre-activations of all rows are kept for backward."""
 

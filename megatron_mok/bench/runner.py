@@ -18,7 +18,7 @@ from .check import (
     compute_reference,
 )
 from .config import MOVED_DIRECTIONS, BenchConfig, TimingOptions, moved_bytes, routed_flops
-from .layer import BenchLayer, LayerInputs, make_inputs
+from .layer import BenchLayer, LayerInputs, MovesRows, make_inputs
 from .presets import Preset
 from .timing import DenseProduct, Task, describe, kernel_span, time_in_blocks
 
@@ -262,7 +262,7 @@ class _Run:
         except Exception as error:  # of whatever library the arm runs
             failed = Verdict(None, describe(error))
             return _Checked(None, failed, failed, failed)
-        if set(MOVED_DIRECTIONS) & set(self._config.directions) and layer.moves_rows:
+        if set(MOVED_DIRECTIONS) & set(self._config.directions) and isinstance(layer, MovesRows):
             try:
                 moves = check_moves(layer)
             except Exception as error:
@@ -286,7 +286,11 @@ class _Run:
         """Rows of one direction; work: FLOPs, or bytes where nothing is computed."""
         moves = blank.direction in MOVED_DIRECTIONS
         if moves:
-            checked = {n: a for n, a in checked.items() if a.layer is None or a.layer.moves_rows}
+            checked = {
+                name: arm
+                for name, arm in checked.items()
+                if arm.layer is None or isinstance(arm.layer, MovesRows)
+            }
         verdicts = {name: arm.verdict(blank.direction) for name, arm in checked.items()}
         tasks = [
             _task(name, blank.direction, checked[name].layer)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron_mok.ops import routes_from_map
 
-from .layer import BenchLayer, Gradients, LayerInputs
+from .layer import BenchLayer, Gradients, LayerInputs, MovesRows
 
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -93,14 +93,11 @@ class ComposedLayer(BenchLayer):
     """`composed_moe`. Weight gradients come in the dtype of the weights: unlike the other arms,
     it does not add them into FP32 buffers."""
 
-    def __init__(self, inputs: LayerInputs, *, compiled: bool):
+    def __init__(self, inputs: LayerInputs):
         super().__init__(inputs)
         self._fc1_E2FH = inputs.fc1_E2FH.detach().requires_grad_()
         self._fc2_EHF = inputs.fc2_EHF.detach().requires_grad_()
-        self._compiled = compiled
         self._moe = composed_moe
-        if compiled:
-            self._moe = torch.compile(composed_moe, dynamic=False, fullgraph=True)
 
     def forward(self) -> torch.Tensor:
         return self._moe(
@@ -112,9 +109,13 @@ class ComposedLayer(BenchLayer):
             self.inputs.topk,
         )
 
-    @property
-    def moves_rows(self) -> bool:
-        return not self._compiled  # its gathers are parts of fused kernels
+    def backward(self, output_TH: torch.Tensor) -> Gradients:
+        hidden, probs, fc1, fc2 = self._grads(output_TH, (self._fc1_E2FH, self._fc2_EHF))
+        return Gradients(hidden, probs, fc1, fc2)
+
+
+class EagerLayer(ComposedLayer, MovesRows):
+    """As it stands."""
 
     @torch.no_grad()
     def dispatch(self):
@@ -128,6 +129,10 @@ class ComposedLayer(BenchLayer):
         rows_RH, _, row_TK = dispatched
         return rows_RH[row_TK].sum(1)
 
-    def backward(self, output_TH: torch.Tensor) -> Gradients:
-        hidden, probs, fc1, fc2 = self._grads(output_TH, (self._fc1_E2FH, self._fc2_EHF))
-        return Gradients(hidden, probs, fc1, fc2)
+
+class CompiledLayer(ComposedLayer):
+    """Under torch.compile, which makes its gathers parts of larger kernels."""
+
+    def __init__(self, inputs: LayerInputs):
+        super().__init__(inputs)
+        self._moe = torch.compile(composed_moe, dynamic=False, fullgraph=True)

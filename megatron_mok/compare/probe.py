@@ -42,13 +42,10 @@ def no_engine(device: str) -> str | None:
     """Why no engine of this package can compute on `device` ("cpu" or "cuda")."""
     import torch
 
-    from megatron_mok.runtime import MoKError
-    from megatron_mok.runtime.engine import load_engine
+    from megatron_mok.runtime.engine import engine_problem
 
-    try:
-        load_engine(device)
-    except (MoKError, OSError) as error:
-        return str(error)
+    if reason := engine_problem(device):
+        return reason
     if device == "cpu":
         return None
     if reason := no_gpu():

@@ -18,8 +18,8 @@ import torch
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.flags import AVAILABLE_MODES, MoKOptions, megatron_args, read_options
 from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS, USE_ALLTOALL
-from megatron_mok.runtime import LayerShape, MoKError
-from megatron_mok.runtime.engine import load_engine
+from megatron_mok.runtime import LayerShape
+from megatron_mok.runtime.engine import engine_problem
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +104,8 @@ def layer_problems(config: Any, options: MoKOptions, device: torch.device) -> li
             "the most tokens per rank are not known; set --mok-max-tokens-per-rank, or in a "
             "program megatron_mok.megatron.set_options(MoKOptions(max_tokens_per_rank=...))"
         )
-    try:
-        load_engine(device.type)
-    except (MoKError, OSError) as error:
-        problems.append(f"no engine for {device.type} tensors: {error}; {USE_ALLTOALL}")
+    if reason := engine_problem(device.type):
+        problems.append(f"no engine for {device.type} tensors: {reason}; {USE_ALLTOALL}")
     if device.type == "cuda" and config.params_dtype != torch.bfloat16:
         problems.append(
             f"params_dtype = {config.params_dtype}: the GPU engine computes in BF16; set --bf16"

@@ -33,6 +33,25 @@ def check_tensor(
         raise ValueError(f"{name} must be contiguous; its strides are {x.stride()}")
 
 
+def check_device(name: str, x: torch.Tensor, workspace: Workspace) -> None:
+    """Before an operator is chosen by the device of `x`. Raises ValueError."""
+    if x.device != workspace.device:
+        raise ValueError(f"{name} is on {x.device}; the workspace computes on {workspace.device}")
+
+
+def check_routes(
+    workspace: Workspace,
+    expert_ids_TK: torch.Tensor,
+    probs_TK: torch.Tensor | None,
+    tokens: int | None = None,
+) -> None:
+    """Checks the routes of a call; None for probs that it does not use, and for any T."""
+    shape, device = (tokens, workspace.shape.topk), workspace.device
+    check_tensor("expert_ids", expert_ids_TK, shape, torch.int32, device)
+    if probs_TK is not None:
+        check_tensor("probs", probs_TK, expert_ids_TK.shape, torch.float32, device)
+
+
 def check_inputs(
     workspace: Workspace,
     hidden_TH: torch.Tensor,
@@ -44,9 +63,7 @@ def check_inputs(
     """Checks what forward and backward share against the workspace's shape."""
     shape, device = workspace.shape, workspace.device
     check_tensor("hidden", hidden_TH, (None, shape.hidden), shape.dtype, device)
-    tokens = hidden_TH.shape[0]
-    check_tensor("expert_ids", expert_ids_TK, (tokens, shape.topk), torch.int32, device)
-    check_tensor("probs", probs_TK, (tokens, shape.topk), torch.float32, device)
+    check_routes(workspace, expert_ids_TK, probs_TK, tokens=hidden_TH.shape[0])
     check_experts("fc1", fc1, (2 * shape.ffn, shape.hidden), shape.dtype, workspace)
     check_experts("fc2", fc2, (shape.hidden, shape.ffn), shape.dtype, workspace)
 

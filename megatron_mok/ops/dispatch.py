@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_mok.ops.checks import check_tensor
-from megatron_mok.ops.library import library
+from megatron_mok.ops.checks import check_device, check_routes, check_tensor
+from megatron_mok.ops.library import library, register_operator
 from megatron_mok.runtime import Workspace, abi, workspace_of
 
 
@@ -56,7 +56,7 @@ def dispatch(
         ValueError: an argument does not fit the workspace.
         MoKError: the engine failed; `MoKTimeoutError` when a peer did not take part.
     """
-    _check_device("hidden", hidden_TH, workspace)
+    check_device("hidden", hidden_TH, workspace)
     return Dispatched(
         *torch.ops.mok.dispatch(hidden_TH, expert_ids_TK, probs_TK.float(), workspace.handle)
     )
@@ -84,27 +84,8 @@ def combine(
         ValueError: an argument does not fit the workspace.
         MoKError: the engine failed; `MoKTimeoutError` when a peer did not take part.
     """
-    _check_device("rows", rows_RH, workspace)
+    check_device("rows", rows_RH, workspace)
     return torch.ops.mok.combine(rows_RH, expert_ids_TK, addend_TH, workspace.handle)
-
-
-def _check_device(name: str, x: torch.Tensor, workspace: Workspace) -> None:
-    if x.device != workspace.device:
-        raise ValueError(f"{name} is on {x.device}; the workspace computes on {workspace.device}")
-
-
-def _routes(
-    ws: Workspace, expert_ids_TK: torch.Tensor, probs_TK: torch.Tensor | None
-) -> abi.MokRoutes:
-    shape = (None, ws.shape.topk)
-    check_tensor("expert_ids", expert_ids_TK, shape, torch.int32, ws.device)
-    if probs_TK is not None:
-        check_tensor("probs", probs_TK, expert_ids_TK.shape, torch.float32, ws.device)
-    return abi.MokRoutes(
-        tokens=expert_ids_TK.shape[0],
-        expert_ids=expert_ids_TK.data_ptr(),
-        probs=probs_TK.data_ptr() if probs_TK is not None else None,
-    )
 
 
 def _call_dispatch(
@@ -113,14 +94,14 @@ def _call_dispatch(
     expert_ids_TK: torch.Tensor,
     probs_TK: torch.Tensor | None,
 ) -> Dispatched:
-    routes = _routes(ws, expert_ids_TK, probs_TK)
+    check_routes(ws, expert_ids_TK, probs_TK)
     tokens = expert_ids_TK.shape[0]
     check_tensor("hidden", source_TH, (tokens, ws.shape.hidden), ws.shape.dtype, ws.device)
     out = Dispatched(*_dispatch_fake(source_TH, expert_ids_TK, probs_TK, ws.handle))
     ws.call(
         "mok_dispatch",
         abi.MokDispatchArgs(
-            routes=routes,
+            routes=abi.MokRoutes.of(expert_ids_TK, probs_TK),
             hidden=source_TH.data_ptr(),
             rows=out.rows_RH.data_ptr(),
             row_probs=out.probs_R.data_ptr() if probs_TK is not None else None,
@@ -139,7 +120,7 @@ def _call_combine(
     addend_TH: torch.Tensor | None,
     row_probs_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    routes = _routes(ws, expert_ids_TK, None)
+    check_routes(ws, expert_ids_TK, None)
     shape = ws.shape
     tokens = expert_ids_TK.shape[0]
     check_tensor("rows", rows_RH, (ws.max_rows, shape.hidden), shape.dtype, ws.device)
@@ -153,13 +134,13 @@ def _call_combine(
     ws.call(
         "mok_combine",
         abi.MokCombineArgs(
-            routes=routes,
+            routes=abi.MokRoutes.of(expert_ids_TK),
             rows=rows_RH.data_ptr(),
             capacity=ws.max_rows,
-            addend=addend_TH.data_ptr() if addend_TH is not None else None,
+            addend=abi.pointer(addend_TH),
             output=output_TH.data_ptr(),
-            row_probs=row_probs_R.data_ptr() if row_probs_R is not None else None,
-            route_probs=probs_TK.data_ptr() if probs_TK is not None else None,
+            row_probs=abi.pointer(row_probs_R),
+            route_probs=abi.pointer(probs_TK),
             stream=ws.current_stream(),
         ),
     )
@@ -240,26 +221,28 @@ def _combine_gradients(ctx, grad_output):
     return grad_rows, None, grad_output if ctx.has_addend else None, None
 
 
-_OPERATORS = {
+register_operator(
     "dispatch(Tensor hidden, Tensor expert_ids, Tensor probs, int workspace) "
-    "-> (Tensor rows, Tensor row_probs, Tensor expert_rows)": (_dispatch, _dispatch_fake),
+    "-> (Tensor rows, Tensor row_probs, Tensor expert_rows)",
+    _dispatch,
+    _dispatch_fake,
+)
+register_operator(
     "dispatch_backward(Tensor grad_rows, Tensor grad_row_probs, Tensor expert_ids, int workspace) "
-    "-> (Tensor grad_hidden, Tensor grad_probs)": (_dispatch_backward, _dispatch_backward_fake),
-    "combine(Tensor rows, Tensor expert_ids, Tensor? addend, int workspace) -> Tensor": (
-        _combine,
-        _combine_fake,
-    ),
-    "combine_backward(Tensor grad_output, Tensor expert_ids, int workspace) -> Tensor": (
-        _combine_backward,
-        _combine_backward_fake,
-    ),
-}
-for _schema, (_implementation, _fake) in _OPERATORS.items():
-    _name = _schema.partition("(")[0]
-    library.define(_schema)
-    for _device in ("CPU", "CUDA"):
-        library.impl(_name, _implementation, _device)
-    torch.library.register_fake(f"mok::{_name}", _fake, lib=library)
+    "-> (Tensor grad_hidden, Tensor grad_probs)",
+    _dispatch_backward,
+    _dispatch_backward_fake,
+)
+register_operator(
+    "combine(Tensor rows, Tensor expert_ids, Tensor? addend, int workspace) -> Tensor",
+    _combine,
+    _combine_fake,
+)
+register_operator(
+    "combine_backward(Tensor grad_output, Tensor expert_ids, int workspace) -> Tensor",
+    _combine_backward,
+    _combine_backward_fake,
+)
 torch.library.register_autograd(
     "mok::dispatch", _dispatch_gradients, setup_context=_setup_dispatch, lib=library
 )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_mok.ops.checks import check_device
 from megatron_mok.ops.library import empty_weight_grads
 from megatron_mok.runtime import Workspace, abi
 
@@ -45,10 +46,7 @@ def fused_moe(
         ValueError: an argument does not fit the workspace.
         MoKError: the engine failed; `MoKTimeoutError` when a peer did not take part.
     """
-    if hidden_TH.device != workspace.device:
-        raise ValueError(
-            f"hidden is on {hidden_TH.device}; the workspace computes on {workspace.device}"
-        )
+    check_device("hidden", hidden_TH, workspace)
     probs_TK = probs_TK.float()
     differentiable = [hidden_TH, probs_TK, *fc1, *fc2]
     if addend_TH is not None:

@@ -8,7 +8,7 @@ Both are collective over the workspace's EP group.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,23 +16,16 @@ from megatron_mok.ops.checks import check_grads, check_inputs, check_tensor
 from megatron_mok.runtime import Workspace, abi, workspace_of
 
 library = torch.library.Library("mok", "DEF")
-library.define(
-    "moe_forward(Tensor hidden, Tensor expert_ids, Tensor probs, Tensor[] fc1, Tensor[] fc2, "
-    "Tensor? addend, int workspace, int saved_rows) -> (Tensor output, Tensor preact)"
-)
-library.define(
-    "moe_backward(Tensor grad_output, Tensor hidden, Tensor expert_ids, Tensor probs, "
-    "Tensor[] fc1, Tensor[] fc2, Tensor preact, Tensor(a!)[] grad_fc1, Tensor(b!)[] grad_fc2, "
-    "bool accumulate, int workspace) -> (Tensor grad_hidden, Tensor grad_probs)"
-)
 
 
-def _routes(expert_ids_TK: torch.Tensor, probs_TK: torch.Tensor) -> abi.MokRoutes:
-    return abi.MokRoutes(
-        tokens=expert_ids_TK.shape[0],
-        expert_ids=expert_ids_TK.data_ptr(),
-        probs=probs_TK.data_ptr(),
-    )
+def register_operator(schema: str, implementation: Callable, fake: Callable) -> None:
+    """Adds an operator that one implementation serves on every engine; `fake` makes its results'
+    shapes."""
+    name = schema.partition("(")[0]
+    library.define(schema)
+    for device in ("CPU", "CUDA"):
+        library.impl(name, implementation, device)
+    torch.library.register_fake(f"mok::{name}", fake, lib=library)
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array:
@@ -47,7 +40,7 @@ def _weights(fc1: Sequence[torch.Tensor], fc2: Sequence[torch.Tensor]) -> abi.Mo
 def _saved(preact_R2F: torch.Tensor, workspace: Workspace) -> abi.MokSaved:
     shape = workspace.shape
     check_tensor("preact", preact_R2F, (None, 2 * shape.ffn), shape.dtype, workspace.device)
-    return abi.MokSaved(preact=preact_R2F.data_ptr() or None, rows=preact_R2F.shape[0])
+    return abi.MokSaved(preact=abi.pointer(preact_R2F), rows=preact_R2F.shape[0])
 
 
 def _moe_forward(
@@ -70,10 +63,10 @@ def _moe_forward(
     ws.call(
         "mok_forward",
         abi.MokForwardArgs(
-            routes=_routes(expert_ids, probs),
+            routes=abi.MokRoutes.of(expert_ids, probs),
             hidden=hidden.data_ptr(),
             weights=_weights(fc1, fc2),
-            addend=addend.data_ptr() if addend is not None else None,
+            addend=abi.pointer(addend),
             output=output.data_ptr(),
             saved=_saved(preact, ws),
             stream=ws.current_stream(),
@@ -120,7 +113,7 @@ def _moe_backward(
     ws.call(
         "mok_backward",
         abi.MokBackwardArgs(
-            routes=_routes(expert_ids, probs),
+            routes=abi.MokRoutes.of(expert_ids, probs),
             grad_output=grad_output.data_ptr(),
             hidden=hidden.data_ptr(),
             weights=_weights(fc1, fc2),
@@ -205,11 +198,19 @@ def _autograd_backward(ctx, grad_output, _grad_preact):
     )
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("moe_forward", _moe_forward, _device)
-    library.impl("moe_backward", _moe_backward, _device)
-torch.library.register_fake("mok::moe_forward", _moe_forward_fake, lib=library)
-torch.library.register_fake("mok::moe_backward", _moe_backward_fake, lib=library)
+register_operator(
+    "moe_forward(Tensor hidden, Tensor expert_ids, Tensor probs, Tensor[] fc1, Tensor[] fc2, "
+    "Tensor? addend, int workspace, int saved_rows) -> (Tensor output, Tensor preact)",
+    _moe_forward,
+    _moe_forward_fake,
+)
+register_operator(
+    "moe_backward(Tensor grad_output, Tensor hidden, Tensor expert_ids, Tensor probs, "
+    "Tensor[] fc1, Tensor[] fc2, Tensor preact, Tensor(a!)[] grad_fc1, Tensor(b!)[] grad_fc2, "
+    "bool accumulate, int workspace) -> (Tensor grad_hidden, Tensor grad_probs)",
+    _moe_backward,
+    _moe_backward_fake,
+)
 torch.library.register_autograd(
     "mok::moe_forward", _autograd_backward, setup_context=_setup_context, lib=library
 )

@@ -39,6 +39,11 @@ class Phase(IntEnum):
     REDUCE = 4
 
 
+def pointer(tensor) -> int | None:
+    """Where a tensor's data is; None, which is NULL, for no tensor and for an empty one."""
+    return None if tensor is None else tensor.data_ptr() or None
+
+
 class MokShape(Structure):
     _fields_ = [
         ("ep_size", c_int32),
@@ -66,6 +71,11 @@ class MokWorkspaceDesc(Structure):
 
 class MokRoutes(Structure):
     _fields_ = [("tokens", c_int32), ("expert_ids", c_void_p), ("probs", c_void_p)]
+
+    @classmethod
+    def of(cls, expert_ids_TK, probs_TK=None) -> "MokRoutes":
+        """Of contiguous tensors [T, K]: int32 ids, and float32 probs where the call uses them."""
+        return cls(len(expert_ids_TK), pointer(expert_ids_TK), pointer(probs_TK))
 
 
 class MokRow(Structure):

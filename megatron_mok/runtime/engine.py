@@ -68,6 +68,15 @@ def load_engine(device_type: str) -> Engine:
     return Engine(path)
 
 
+def engine_problem(device_type: str) -> str | None:
+    """Why there is no engine for tensors on `device_type`, or None where there is one."""
+    try:
+        load_engine(device_type)
+    except (MoKError, OSError) as error:
+        return str(error)
+    return None
+
+
 def dtype_code(dtype: torch.dtype) -> abi.Dtype:
     codes = {torch.float32: abi.Dtype.F32, torch.bfloat16: abi.Dtype.BF16}
     if dtype not in codes:

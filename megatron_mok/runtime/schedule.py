@@ -57,11 +57,7 @@ def make_schedule(
     blocks = workspace.max_rows // abi.BLOCK_ROWS
     segments = np.zeros(5 * blocks + 2 * workspace.num_local_experts + 1, SEGMENT_DTYPE)
     args = abi.MokScheduleArgs(
-        routes=abi.MokRoutes(
-            tokens=expert_ids_TK.shape[0],
-            expert_ids=expert_ids_TK.data_ptr(),
-            probs=probs_TK.data_ptr(),
-        ),
+        routes=abi.MokRoutes.of(expert_ids_TK, probs_TK),
         direction=direction,
         counts=counts_RE.ctypes.data,
         block_offsets=block_offsets.ctypes.data,

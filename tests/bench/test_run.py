@@ -55,7 +55,7 @@ def test_mok_and_torch_eager(tmp_path, capsys, dtype, tolerance):
 
 def test_composition_compiles_as_one_graph():
     inputs = make_inputs(PRESETS["tiny"], 32, "zipf", CPU, torch.bfloat16, 1)
-    eager, traced = (ComposedLayer(inputs, compiled=False) for _ in range(2))
+    eager, traced = (ComposedLayer(inputs) for _ in range(2))
     traced._moe = torch.compile(eager._moe, backend="aot_eager", dynamic=False, fullgraph=True)
     outputs = [layer.forward() for layer in (eager, traced)]
     torch.testing.assert_close(*outputs)
@@ -83,9 +83,6 @@ class _Wrong(ComposedLayer):
     """A layer with a mistake in the output or in a gradient."""
 
     mistake = "output"
-
-    def __init__(self, inputs):
-        super().__init__(inputs, compiled=False)
 
     def forward(self):
         output_TH = super().forward()
@@ -138,7 +135,7 @@ def test_one_wrong_expert_is_found():
             grads.fc2[idlest].mul_(0.8)
             return grads
 
-    problem = check_backward(Wrong(inputs, compiled=False), reference).problem
+    problem = check_backward(Wrong(inputs), reference).problem
     assert problem is not None
     assert problem.startswith("gradient of fc2")
 
@@ -184,7 +181,7 @@ def test_failing_arms_are_rows_and_others_go_on(tmp_path, monkeypatch, capsys):
     def out_of_memory(inputs):
         raise torch.OutOfMemoryError("too large")
 
-    _arm(monkeypatch, "torch_eager", lambda inputs: BackwardIsMissing(inputs, compiled=False))
+    _arm(monkeypatch, "torch_eager", BackwardIsMissing)
     _arm(monkeypatch, "torch_compiled", out_of_memory)
     status, _, rows = bench(
         tmp_path, "--arms", "mok,torch_eager,torch_compiled", "--direction", "forward,both"
@@ -203,7 +200,7 @@ def test_wrong_arm_is_not_timed(tmp_path, monkeypatch):
         def forward(self):
             return super().forward() * 1.5
 
-    _arm(monkeypatch, "torch_eager", lambda inputs: Wrong(inputs, compiled=False))
+    _arm(monkeypatch, "torch_eager", lambda inputs: Wrong(inputs))
     status, _, rows = bench(tmp_path, "--arms", "torch_eager")
     row = rows["forward", "torch_eager"]
     assert status == 1

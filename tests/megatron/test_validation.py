@@ -198,11 +198,11 @@ def test_what_a_layer_needs_besides(monkeypatch):
     known = MoKOptions(max_tokens_per_rank=8)
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert layer_problems(config(), known, cpu) == []
-    monkeypatch.setattr(validation, "load_engine", lambda device_type: None)
+    monkeypatch.setattr("megatron_mok.runtime.engine.load_engine", lambda device_type: None)
     assert layer_problems(config(), known, gpu) == []
     (line,) = layer_problems(config(params_dtype=torch.float32), known, gpu)
     assert line.endswith("set --bf16")
-    monkeypatch.setattr(validation, "load_engine", no_engine)
+    monkeypatch.setattr("megatron_mok.runtime.engine.load_engine", no_engine)
     lines = layer_problems(config(), MoKOptions(), gpu)
     assert "set --mok-max-tokens-per-rank" in lines[0]
     assert "no engine for cuda tensors: it was not built" in lines[1]
