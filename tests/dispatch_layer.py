@@ -4,7 +4,7 @@ import torch
 
 from megatron_mok.ops import combine, dispatch
 from megatron_mok.runtime import abi
-from tests.in_process import Result, leaf, run_ranks
+from tests.in_process import Result, run_ranks_of_layer
 
 
 def expert_slices(expert_rows_L):
@@ -26,29 +26,12 @@ def run_experts(rows_RH, probs_R, expert_rows_L, fc1, fc2):
     return torch.cat([done, rows_RH.new_zeros(len(rows_RH) - len(done), rows_RH.shape[1])])
 
 
+def compute(part, workspace):
+    sent = dispatch(part.hidden_TH, part.expert_ids_TK, part.probs_TK, workspace)
+    done_RH = run_experts(sent.rows_RH, sent.probs_R, sent.expert_rows_L, part.fc1, part.fc2)
+    return combine(done_RH, part.expert_ids_TK, workspace)
+
+
 def run_dispatched_layer(layer, workspaces, cuts, device="cpu") -> Result:
-    """Forward and backward; rank r owns tokens cuts[r] to cuts[r + 1]."""
-    per_rank = len(layer.fc1) // len(workspaces)
-
-    def rank_body(rank):
-        tokens = slice(cuts[rank], cuts[rank + 1])
-        experts = slice(rank * per_rank, (rank + 1) * per_rank)
-        ids_TK = layer.expert_ids_TK[tokens].contiguous()
-        hidden_TH, probs_TK = leaf(layer.hidden_TH[tokens]), leaf(layer.probs_TK[tokens])
-        fc1, fc2 = [leaf(w) for w in layer.fc1[experts]], [leaf(w) for w in layer.fc2[experts]]
-        sent = dispatch(hidden_TH, ids_TK, probs_TK, workspaces[rank])
-        done_RH = run_experts(sent.rows_RH, sent.probs_R, sent.expert_rows_L, fc1, fc2)
-        output_TH = combine(done_RH, ids_TK, workspaces[rank])
-        with torch.autograd.set_multithreading_enabled(False):  # as in run_layer
-            output_TH.backward(layer.grad_output_TH[tokens])
-        return (
-            output_TH.detach(),
-            hidden_TH.grad,
-            probs_TK.grad,
-            [torch.zeros_like(w) if w.grad is None else w.grad for w in fc1],
-            [torch.zeros_like(w) if w.grad is None else w.grad for w in fc2],
-        )
-
-    out, dx, dp, g1, g2 = zip(*run_ranks(len(workspaces), rank_body, device), strict=True)
-    grad_fc1, grad_fc2 = ([w for rank in g for w in rank] for g in (g1, g2))
-    return Result(torch.cat(out), torch.cat(dx), torch.cat(dp), grad_fc1, grad_fc2)
+    """This layer, as `run_ranks_of_layer` says."""
+    return run_ranks_of_layer(layer, workspaces, cuts, device, compute)

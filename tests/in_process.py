@@ -4,7 +4,8 @@ On a GPU each thread has a stream of its own, and each rank its share of the SMs
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -58,6 +59,21 @@ class Layer:
             "dtype": self.hidden_TH.dtype,
         }
 
+    def part(self, rank, ep_size, cuts=None) -> "Layer":
+        """What one rank has: tokens cuts[rank] to cuts[rank + 1], and its experts."""
+        cuts = cuts or even_cuts(len(self.hidden_TH), ep_size)
+        tokens = slice(cuts[rank], cuts[rank + 1])
+        per_rank = len(self.fc1) // ep_size
+        experts = slice(rank * per_rank, (rank + 1) * per_rank)
+        return Layer(
+            self.hidden_TH[tokens],
+            self.expert_ids_TK[tokens],
+            self.probs_TK[tokens],
+            self.fc1[experts],
+            self.fc2[experts],
+            self.grad_output_TH[tokens],
+        )
+
     def to(self, dtype) -> "Layer":
         return Layer(
             self.hidden_TH.to(dtype),
@@ -67,6 +83,25 @@ class Layer:
             [w.to(dtype) for w in self.fc2],
             self.grad_output_TH.to(dtype),
         )
+
+
+def even_cuts(tokens, ep_size, first_is_empty=False):
+    """Rank r owns tokens cuts[r] to cuts[r + 1]; of several ranks the first may have none."""
+    cuts = [tokens * r // ep_size for r in range(ep_size + 1)]
+    if first_is_empty and ep_size > 1:
+        cuts[1] = 0
+    return cuts
+
+
+def shapes_and_ranks(shapes, ep_sizes):
+    """(name, EP size) for all of `shapes`, {name: (tokens, H, F, experts, K)}, that the experts
+    allow."""
+    return [
+        (name, ep_size)
+        for ep_size in ep_sizes
+        for name, (_, _, _, experts, _) in shapes.items()
+        if experts % ep_size == 0
+    ]
 
 
 def random_routes(tokens, topk, experts, generator):
@@ -124,39 +159,56 @@ def leaf(x):
     return x.clone().requires_grad_()
 
 
-def run_layer(layer, workspaces, cuts, saved_rows=0, device="cpu") -> Result:
-    """Forward and backward; rank r owns tokens cuts[r] to cuts[r + 1]."""
-    per_rank = len(layer.fc1) // len(workspaces)
+def run_ranks_of_layer(layer, workspaces, cuts, device, compute) -> Result:
+    """Forward and backward of compute(part, workspace), a rank's output; rank r owns tokens
+    cuts[r] to cuts[r + 1]."""
+    ep_size = len(workspaces)
 
     def rank_body(rank):
-        tokens = slice(cuts[rank], cuts[rank + 1])
-        experts = slice(rank * per_rank, (rank + 1) * per_rank)
-        hidden_TH, probs_TK = leaf(layer.hidden_TH[tokens]), leaf(layer.probs_TK[tokens])
-        fc1, fc2 = [leaf(w) for w in layer.fc1[experts]], [leaf(w) for w in layer.fc2[experts]]
-        output_TH = fused_moe(
-            hidden_TH,
-            layer.expert_ids_TK[tokens].contiguous(),
-            probs_TK,
-            fc1,
-            fc2,
-            workspaces[rank],
-            saved_rows=saved_rows,
+        part = layer.part(rank, ep_size, cuts)
+        part = replace(
+            part,
+            hidden_TH=leaf(part.hidden_TH),
+            probs_TK=leaf(part.probs_TK),
+            fc1=[leaf(w) for w in part.fc1],
+            fc2=[leaf(w) for w in part.fc2],
         )
+        output_TH = compute(part, workspaces[rank])
         # In this thread: one that served several ranks could block on a full launch queue of one,
         # which waits for another.
         with torch.autograd.set_multithreading_enabled(False):
-            output_TH.backward(layer.grad_output_TH[tokens])
+            output_TH.backward(part.grad_output_TH)
         return (
             output_TH.detach(),
-            hidden_TH.grad,
-            probs_TK.grad,
-            [w.grad for w in fc1],
-            [w.grad for w in fc2],
+            part.hidden_TH.grad,
+            part.probs_TK.grad,
+            [w.grad for w in part.fc1],
+            [w.grad for w in part.fc2],
         )
 
-    out, dx, dp, g1, g2 = zip(*run_ranks(len(workspaces), rank_body, device), strict=True)
+    out, dx, dp, g1, g2 = zip(*run_ranks(ep_size, rank_body, device), strict=True)
     grad_fc1, grad_fc2 = ([w for rank in g for w in rank] for g in (g1, g2))
     return Result(torch.cat(out), torch.cat(dx), torch.cat(dp), grad_fc1, grad_fc2)
+
+
+def run_fused(part, workspace, **kwargs):
+    """The fused layer on what one rank has; kwargs: of `fused_moe`."""
+    return fused_moe(
+        part.hidden_TH,
+        part.expert_ids_TK,
+        part.probs_TK,
+        part.fc1,
+        part.fc2,
+        workspace,
+        **kwargs,
+    )
+
+
+def run_layer(layer, workspaces, cuts, saved_rows=0, device="cpu") -> Result:
+    """The fused layer, as `run_ranks_of_layer` says."""
+    return run_ranks_of_layer(
+        layer, workspaces, cuts, device, partial(run_fused, saved_rows=saved_rows)
+    )
 
 
 def run_reference(layer, dtype) -> Result:

@@ -1,16 +1,23 @@
 """Beside other kernels: collectives that hold SMs until their peers run, and other workspaces."""
 
 import ctypes
-import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.layers import gpu_layer, workspaces_for
-from tests.gpu.test_processes import find_mps_control, mps_daemon, run_processes
+from tests.gpu.test_processes import (
+    find_mps_control,
+    join_group,
+    mps_daemon,
+    run_processes,
+    workspace_of_process,
+)
+from tests.in_process import leaf, run_fused
 
 pytestmark = pytest.mark.gpu
 
@@ -67,31 +74,20 @@ class Hog:
 def hogged_rank(rank, ep_size, port, results, library):
     import torch.distributed as dist
 
-    from megatron_mok.ops import combine, dispatch, fused_moe
-    from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace
+    from megatron_mok.ops import combine, dispatch
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=ep_size)
+    join_group(rank, ep_size, port)
     layer = gpu_layer(1200, 512, 256, 16, 4, seed=71)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    workspace = Workspace.create(
-        LayerShape(**layer.shape),
-        dist.group.WORLD,
-        torch.device("cuda"),
-        RuntimeOptions(first_wait_s=30, inner_wait_s=10, workers=min(sms, 132 // ep_size)),
-    )
+    workspace = workspace_of_process(layer, ep_size, first_wait_s=30, inner_wait_s=10)
     hog = Hog(library, dist.group.WORLD)
-    own = slice(1200 * rank // ep_size, 1200 * (rank + 1) // ep_size)
-    experts = slice(16 * rank // ep_size, 16 * (rank + 1) // ep_size)
-    args = [x[own].clone() for x in (layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK)]
-    args[0].requires_grad_()
-    weights = layer.fc1[experts], layer.fc2[experts]
+    part = layer.part(rank, ep_size)
+    part = replace(part, hidden_TH=leaf(part.hidden_TH))
 
     def all_calls():
-        fused_TH = fused_moe(*args, *weights, workspace)
-        (grad_TH,) = torch.autograd.grad(fused_TH, args[0], layer.grad_output_TH[own])
-        sent = dispatch(*args, workspace)
-        return fused_TH, grad_TH, combine(sent.rows_RH, args[1], workspace)
+        fused_TH = run_fused(part, workspace)
+        (grad_TH,) = torch.autograd.grad(fused_TH, part.hidden_TH, part.grad_output_TH)
+        sent = dispatch(part.hidden_TH, part.expert_ids_TK, part.probs_TK, workspace)
+        return fused_TH, grad_TH, combine(sent.rows_RH, part.expert_ids_TK, workspace)
 
     first = all_calls()
     torch.cuda.synchronize()
@@ -126,25 +122,18 @@ def test_kernels_that_hold_sms_until_their_peers_run(connections, tmp_path, monk
 
 
 def test_two_workspaces_and_several_layers_on_two_streams():
-    from megatron_mok.ops import fused_moe
-
     kinds = [(900, 512, 256, 16, 4), (1100, 256, 320, 8, 2)]
     layers = [[gpu_layer(*kind, seed=s) for s in range(3)] for kind in kinds]
     workspaces = [workspaces_for(of_kind[0], 1)[0] for of_kind in layers]
     streams = [torch.cuda.Stream() for _ in kinds]
 
-    def call(layer, workspace):
-        return fused_moe(
-            layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK, layer.fc1, layer.fc2, workspace
-        )
-
-    alone = [[call(x, w) for x in xs] for xs, w in zip(layers, workspaces, strict=True)]
+    alone = [[run_fused(x, w) for x in xs] for xs, w in zip(layers, workspaces, strict=True)]
     torch.cuda.synchronize()
     together = [[], []]
     for i in range(12):
         for kind, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                together[kind].append(call(layers[kind][i % 3], workspaces[kind]))
+                together[kind].append(run_fused(layers[kind][i % 3], workspaces[kind]))
     torch.cuda.synchronize()
     for kind in range(2):
         for i, output_TH in enumerate(together[kind]):

@@ -3,20 +3,22 @@
 import pytest
 import torch
 
-from megatron_mok.ops import combine, dispatch, fused_moe
+from megatron_mok.ops import combine, dispatch
 from megatron_mok.runtime import abi
 from tests.dispatch_layer import run_dispatched_layer
 from tests.gpu.layers import SHAPES, Start, gpu_layer, workspaces_for
-from tests.in_process import make_workspaces, random_layer, relative_error, run_ranks, run_reference
+from tests.in_process import (
+    even_cuts,
+    make_workspaces,
+    random_layer,
+    relative_error,
+    run_fused,
+    run_ranks,
+    run_reference,
+    shapes_and_ranks,
+)
 
 pytestmark = pytest.mark.gpu
-
-
-def even_cuts(tokens, ep_size):
-    cuts = [tokens * r // ep_size for r in range(ep_size + 1)]
-    if ep_size > 1:
-        cuts[1] = 0  # rank 0 has no tokens
-    return cuts
 
 
 def round_trip(layer, workspaces, cuts, device, addend_TH=None):
@@ -45,15 +47,15 @@ def round_trip(layer, workspaces, cuts, device, addend_TH=None):
     return results, torch.cat([r[-1] for r in results])
 
 
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s != "odd"])
-@pytest.mark.parametrize("ep_size", [1, 2, 4])
+OTHER_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "odd"}
+
+
+@pytest.mark.parametrize(("shape", "ep_size"), shapes_and_ranks(OTHER_SHAPES, [1, 2, 4]))
 def test_bitwise_the_host_engines(shape, ep_size):
     tokens, hidden, _, experts, topk = SHAPES[shape]
-    if experts % ep_size:
-        pytest.skip("experts do not divide")
     host = random_layer(tokens, hidden, 64, experts, topk, torch.bfloat16, seed=tokens)
     host_addend_TH = host.grad_output_TH
-    cuts = even_cuts(tokens, ep_size)
+    cuts = even_cuts(tokens, ep_size, first_is_empty=True)
     on_host, host_TH = round_trip(
         host, make_workspaces(ep_size, **host.shape), cuts, "cpu", host_addend_TH
     )
@@ -80,7 +82,7 @@ def test_bitwise_equal_at_every_ep_size():
     layer = gpu_layer(1500, 512, 64, 16, 4, seed=52)
     _, alone_TH = round_trip(layer, workspaces_for(layer, 1), [0, 1500], "cuda")
     for ep_size in (2, 4, 8):
-        cuts = even_cuts(1500, ep_size)
+        cuts = even_cuts(1500, ep_size, first_is_empty=True)
         _, output_TH = round_trip(layer, workspaces_for(layer, ep_size), cuts, "cuda")
         assert torch.equal(alone_TH, output_TH), ep_size
 
@@ -94,19 +96,18 @@ def test_calls_of_all_kinds_follow_each_other_while_a_rank_is_late():
     expected = []
     for layer in layers:
         (workspace,) = workspaces_for(layer, 1)
-        expected.append(layer_results(layer, workspace, 0, slice(0, tokens), 1))
+        expected.append(layer_results(layer, workspace))
 
     torch.cuda._sleep(1000)  # loads its kernel, see load_kernels
     start = Start(ep_size)
 
     def body(rank):
         start(workspaces[rank])
-        own = slice(cuts[rank], cuts[rank + 1])
         results = []
         for i, layer in enumerate(layers * 4):
             if i % 2 == rank:
                 torch.cuda._sleep(2_000_000)  # cycles: about a millisecond
-            results.append(layer_results(layer, workspaces[rank], rank, own, ep_size))
+            results.append(layer_results(layer.part(rank, ep_size, cuts), workspaces[rank]))
         return results
 
     by_rank = run_ranks(ep_size, body, "cuda")
@@ -116,14 +117,11 @@ def test_calls_of_all_kinds_follow_each_other_while_a_rank_is_late():
             assert torch.equal(torch.cat(parts), wanted), (call, kind)
 
 
-def layer_results(layer, workspace, rank, own, ep_size):
+def layer_results(part, workspace):
     """Output of the fused layer, and of dispatch and combine, back to back."""
-    per_rank = len(layer.fc1) // ep_size
-    experts = slice(rank * per_rank, (rank + 1) * per_rank)
-    args = (layer.hidden_TH[own], layer.expert_ids_TK[own], layer.probs_TK[own])
-    sent = dispatch(*args, workspace)
-    fused_TH = fused_moe(*args, layer.fc1[experts], layer.fc2[experts], workspace)
-    return fused_TH, combine(sent.rows_RH, args[1], workspace)
+    sent = dispatch(part.hidden_TH, part.expert_ids_TK, part.probs_TK, workspace)
+    fused_TH = run_fused(part, workspace)
+    return fused_TH, combine(sent.rows_RH, part.expert_ids_TK, workspace)
 
 
 def test_graph_replay_follows_routing_that_changes_in_place():

@@ -8,38 +8,32 @@ import torch
 from megatron_mok.ops import fused_moe, routes_from_map
 from megatron_mok.runtime import MoKTimeoutError, MoKWorkspacePoisonedError
 from tests.gpu.layers import SHAPES, gpu_layer, options, workspaces_for
-from tests.in_process import Layer, make_workspaces, relative_error, run_ranks, run_reference
+from tests.in_process import (
+    Layer,
+    even_cuts,
+    make_workspaces,
+    relative_error,
+    run_fused,
+    run_ranks,
+    run_reference,
+    shapes_and_ranks,
+)
 
 pytestmark = pytest.mark.gpu
 
 
 def forward(layer, workspaces, cuts=None, **kwargs):
     """Output of the tokens of all ranks; rank r owns tokens cuts[r] to cuts[r + 1]."""
-    ep_size, tokens = len(workspaces), layer.hidden_TH.shape[0]
-    cuts = cuts or [tokens * r // ep_size for r in range(ep_size + 1)]
-    per_rank = len(layer.fc1) // ep_size
+    ep_size = len(workspaces)
 
     def body(rank):
-        own = slice(cuts[rank], cuts[rank + 1])
-        experts = slice(rank * per_rank, (rank + 1) * per_rank)
-        return fused_moe(
-            layer.hidden_TH[own],
-            layer.expert_ids_TK[own].contiguous(),
-            layer.probs_TK[own].contiguous(),
-            layer.fc1[experts],
-            layer.fc2[experts],
-            workspaces[rank],
-            **kwargs,
-        )
+        return run_fused(layer.part(rank, ep_size, cuts), workspaces[rank], **kwargs)
 
     return torch.cat(run_ranks(ep_size, body, "cuda"))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize(("shape", "ep_size"), shapes_and_ranks(SHAPES, [1, 2]))
 def test_numerics(shape, ep_size):
-    if SHAPES[shape][3] % ep_size:
-        pytest.skip("experts do not divide")
     layer = gpu_layer(*SHAPES[shape], seed=sum(SHAPES[shape]))
     output_TH = forward(layer, workspaces_for(layer, ep_size))
     exact_TH = run_reference(layer, torch.float64).output_TH
@@ -53,8 +47,7 @@ def test_bitwise_equal_at_every_ep_size():
     layer = gpu_layer(1500, 1024, 512, 16, 4, seed=11)
     alone = forward(layer, workspaces_for(layer, 1))
     for ep_size in (2, 4, 8):
-        cuts = [1500 * r // ep_size for r in range(ep_size + 1)]
-        cuts[1] = cuts[0]  # rank 0 has no tokens
+        cuts = even_cuts(1500, ep_size, first_is_empty=True)
         assert torch.equal(alone, forward(layer, workspaces_for(layer, ep_size), cuts)), ep_size
 
 

@@ -40,36 +40,37 @@ def mps_daemon():
                 os.environ.pop(name)
 
 
-def rank_process(rank, ep_size, port, results):
+def join_group(rank, ep_size, port):
+    """Makes this process a rank of the default process group."""
     import torch.distributed as dist
-
-    from megatron_mok.ops import fused_moe
-    from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace
-    from tests.gpu.test_forward import gpu_layer
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=ep_size)
-    layer = gpu_layer(TOKENS, HIDDEN, FFN, EXPERTS, TOPK, seed=31)
+
+
+def workspace_of_process(layer, ep_size, first_wait_s, inner_wait_s):
+    """With this rank's share of the GPU."""
+    import torch.distributed as dist
+
+    from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace
+
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    workspace = Workspace.create(
-        LayerShape(**layer.shape),
-        dist.group.WORLD,
-        torch.device("cuda"),
-        RuntimeOptions(first_wait_s=60, inner_wait_s=20, workers=min(sms, 132 // ep_size)),
+    options = RuntimeOptions(first_wait_s, inner_wait_s, workers=min(sms, 132 // ep_size))
+    return Workspace.create(
+        LayerShape(**layer.shape), dist.group.WORLD, torch.device("cuda"), options
     )
-    own = slice(TOKENS * rank // ep_size, TOKENS * (rank + 1) // ep_size)
-    experts = slice(EXPERTS * rank // ep_size, EXPERTS * (rank + 1) // ep_size)
-    outputs = [
-        fused_moe(
-            layer.hidden_TH[own],
-            layer.expert_ids_TK[own].contiguous(),
-            layer.probs_TK[own].contiguous(),
-            layer.fc1[experts],
-            layer.fc2[experts],
-            workspace,
-        )
-        for _ in range(3)
-    ]
+
+
+def rank_process(rank, ep_size, port, results):
+    import torch.distributed as dist
+
+    from tests.gpu.layers import gpu_layer
+    from tests.in_process import run_fused
+
+    join_group(rank, ep_size, port)
+    layer = gpu_layer(TOKENS, HIDDEN, FFN, EXPERTS, TOPK, seed=31)
+    workspace = workspace_of_process(layer, ep_size, first_wait_s=60, inner_wait_s=20)
+    outputs = [run_fused(layer.part(rank, ep_size), workspace) for _ in range(3)]
     torch.cuda.synchronize()
     same = all(torch.equal(outputs[0], other) for other in outputs)
     results.put((rank, (same, outputs[0].cpu().view(torch.int16).numpy())))

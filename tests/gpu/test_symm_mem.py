@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.gpu.layers import gpu_layer
-from tests.gpu.test_processes import run_processes
+from tests.gpu.test_processes import join_group, run_processes
+from tests.in_process import run_fused
 
 pytestmark = pytest.mark.gpu
 
@@ -14,25 +15,22 @@ pytestmark = pytest.mark.gpu
 def symmetric_rank(rank, ep_size, port, results):
     import torch.distributed as dist
 
-    from megatron_mok.ops import fused_moe
     from megatron_mok.runtime import LayerShape, MoKError, RuntimeOptions, Workspace
     from megatron_mok.runtime.engine import load_engine
     from megatron_mok.runtime.segments import SymmetricSegment
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     torch.cuda.set_device(0)
-    dist.init_process_group("gloo", rank=rank, world_size=ep_size)
+    join_group(rank, ep_size, port)
     layer = gpu_layer(300, 256, 128, 8, 2, seed=95)
     shape, device = LayerShape(**layer.shape), torch.device("cuda", 0)
     options = RuntimeOptions(first_wait_s=10, inner_wait_s=10, peer_memory="symm_mem")
-    args = (layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK, layer.fc1, layer.fc2)
     try:
         workspace = Workspace.create(shape, dist.group.WORLD, device, options)
         # A rank alone has no peers to map, so Workspace.create takes plain memory: try it directly.
         segments = SymmetricSegment.allocate_all(1 << 26, dist.group.WORLD, device)
         direct = Workspace(load_engine("cuda"), shape, 0, segments, device, options)
-        same = torch.equal(fused_moe(*args, workspace), fused_moe(*args, direct))
+        same = torch.equal(run_fused(layer, workspace), run_fused(layer, direct))
         results.put((rank, f"same output: {same}"))
     except MoKError as error:
         results.put((rank, f"{type(error).__name__}: {error}"))

@@ -6,18 +6,15 @@ import torch
 from megatron_mok.ops import fused_moe
 from megatron_mok.runtime import MoKInvalidArgumentError, RuntimeOptions
 from tests.in_process import (
+    even_cuts,
     make_workspaces,
     random_layer,
     relative_error,
     run_layer,
     run_ranks,
     run_reference,
+    shapes_and_ranks,
 )
-
-
-def even_cuts(tokens, ep_size):
-    return [tokens * r // ep_size for r in range(ep_size + 1)]
-
 
 CASES = {
     # tokens, hidden, ffn, experts, topk
@@ -29,12 +26,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize(("case", "ep_size"), shapes_and_ranks(CASES, [1, 2]))
 def test_fp32_matches_float64_reference(case, ep_size):
     tokens, hidden, ffn, experts, topk = CASES[case]
-    if experts % ep_size:
-        pytest.skip("experts do not divide")
     layer = random_layer(tokens, hidden, ffn, experts, topk, torch.float32, seed=len(case))
     workspaces = make_workspaces(ep_size, **layer.shape)
     result = run_layer(layer, workspaces, even_cuts(tokens, ep_size), saved_rows=10**6)
@@ -59,8 +53,7 @@ def test_bitwise_equal_at_every_ep_size(dtype):
     layer = random_layer(611, 128, 192, 8, 3, dtype, seed=11)
     alone = run_layer(layer, make_workspaces(1, **layer.shape), [0, 611], saved_rows=10**6)
     for ep_size in (2, 4, 8):
-        cuts = even_cuts(611, ep_size)
-        cuts[1] = cuts[0]  # rank 0 has no tokens
+        cuts = even_cuts(611, ep_size, first_is_empty=True)
         workspaces = make_workspaces(ep_size, **layer.shape)
         alone.assert_bitwise_equal(run_layer(layer, workspaces, cuts, saved_rows=10**6))
 

@@ -5,12 +5,12 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mok.ops import fused_moe
 from megatron_mok.runtime import (
     LayerShape,
     MoKInvalidArgumentError,
@@ -21,7 +21,7 @@ from megatron_mok.runtime import (
     abi,
 )
 from megatron_mok.runtime.schedule import make_schedule
-from tests.in_process import make_workspaces, random_layer, run_ranks
+from tests.in_process import make_workspaces, random_layer, run_fused, run_ranks
 
 SHAPE = {
     "hidden": 64,
@@ -35,16 +35,9 @@ SHORT = RuntimeOptions(first_wait_s=2, inner_wait_s=2, workers=1)
 
 
 def forward(layer, workspace, rank, ep_size):
-    per_rank = len(layer.fc1) // ep_size
-    experts = slice(rank * per_rank, (rank + 1) * per_rank)
-    return fused_moe(
-        layer.hidden_TH,
-        layer.expert_ids_TK,
-        layer.probs_TK,
-        layer.fc1[experts],
-        layer.fc2[experts],
-        workspace,
-    )
+    """Every rank has all tokens."""
+    part = layer.part(rank, ep_size)
+    return run_fused(replace(layer, fc1=part.fc1, fc2=part.fc2), workspace)
 
 
 def rank_process(rank, world, port, reports):

@@ -6,17 +6,21 @@ import torch
 from megatron_mok.ops import combine, dispatch
 from megatron_mok.runtime import MoKInvalidArgumentError
 from tests.dispatch_layer import run_dispatched_layer
-from tests.in_process import leaf, make_workspaces, random_layer, relative_error, run_reference
+from tests.in_process import (
+    even_cuts,
+    leaf,
+    make_workspaces,
+    random_layer,
+    relative_error,
+    run_reference,
+)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_layer_between_dispatch_and_combine(ep_size):
     layer = random_layer(301, 64, 128, 8, 3, torch.float32, seed=41)
     layer.probs_TK[::3] = 0.0
-    cuts = [301 * r // ep_size for r in range(ep_size + 1)]
-    cuts[1] = 0  # rank 0 has no tokens
-    if ep_size == 1:
-        cuts = [0, 301]
+    cuts = even_cuts(301, ep_size, first_is_empty=True)
     result = run_dispatched_layer(layer, make_workspaces(ep_size, **layer.shape), cuts)
     exact = run_reference(layer, torch.float64)
     for name, got in result.tensors().items():
