@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megatron_mok.models import load_model
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -36,14 +38,29 @@ class Preset:
         return self.model_experts // self.ep_size
 
 
+def _slice(name: str, ep_size: int, tokens: int) -> Preset:
+    """What one of `ep_size` ranks has of the model that the preset is named like."""
+    model = load_model(name)
+    return Preset(
+        name=name,
+        hidden=model.hidden_size,
+        ffn=model.moe_ffn_hidden_size,
+        topk=model.moe_router_topk,
+        tokens=tokens,
+        model_experts=model.num_experts,
+        ep_size=ep_size,
+        source=f"megatron_mok/models/{name}.yaml",
+    )
+
+
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("deepseek_v3", 7168, 2048, 8, 8192, 256, 8, "arXiv:2412.19437, section 4.2"),
-        Preset("glm_4_5", 5120, 1536, 8, 8192, 160, 8, "arXiv:2508.06471, table 1"),
-        Preset("qwen3_30b", 2048, 768, 8, 16384, 128, 1, "config of Qwen3-30B-A3B"),
-        Preset("qwen3_235b", 4096, 1536, 8, 8192, 128, 8, "config of Qwen3-235B-A22B"),
-        Preset("kimi_k2", 7168, 2048, 8, 8192, 384, 8, "arXiv:2507.20534, table 2"),
+        _slice("deepseek_v3", ep_size=8, tokens=8192),
+        _slice("glm_4_5", ep_size=8, tokens=8192),
+        _slice("qwen3_30b", ep_size=1, tokens=16384),
+        _slice("qwen3_235b", ep_size=8, tokens=8192),
+        _slice("kimi_k2", ep_size=8, tokens=8192),
         Preset("tiny", 128, 64, 2, 256, 8, 1, "no model; for a first look on a CPU"),
     )
 }

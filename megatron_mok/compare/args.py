@@ -1,19 +1,11 @@
 """A comparison's configuration as Megatron's command line."""
 
-import dataclasses
 from pathlib import Path
 
 from .config import CompareConfig
 from .data import BYTE_VOCAB_SIZE, DataError, Dataset
 
 _FIXED = (
-    "--swiglu",
-    "--disable-bias-linear",
-    "--normalization=RMSNorm",
-    "--position-embedding-type=rope",
-    "--untie-embeddings-and-output-weights",
-    "--attention-dropout=0",
-    "--hidden-dropout=0",
     "--tokenizer-type=NullTokenizer",
     "--expert-tensor-parallel-size=1",
     "--log-interval=1",
@@ -36,8 +28,7 @@ def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
     args = [
         *_FIXED,
         *device_args,
-        *_flags(config.model),
-        f"--max-position-embeddings={config.model.seq_length}",
+        *config.model.flags(),
         f"--vocab-size={_vocab_size(config, dataset)}",
         f"--seed={config.seed}",
         f"--data-path={dataset.prefix}",
@@ -83,20 +74,6 @@ def step0_save_args(folder: Path) -> list[str]:
 def step0_load_args(folder: Path) -> list[str]:
     """Start from the weights in `folder` at iteration 0, with fresh optimizer and RNG states."""
     return [f"--load={folder}", "--finetune"]
-
-
-def _flags(model) -> list[str]:
-    flags = []
-    for field in dataclasses.fields(model):
-        value = getattr(model, field.name)
-        name = "--" + field.name.replace("_", "-")
-        if value is True:
-            flags.append(name)
-        elif value is not None and value is not False:
-            flags.append(f"{name}={value}")
-    if model.num_query_groups is not None:
-        flags.append("--group-query-attention")
-    return flags
 
 
 def _switch(flag: str, on: bool) -> list[str]:

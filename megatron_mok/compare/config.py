@@ -1,89 +1,19 @@
 """Configuration of a comparison: YAML to frozen dataclasses, checked before anything starts.
 
 Keys that set a Megatron option are named like it (`moe_router_topk` is --moe-router-topk); left
-out, Megatron's default holds.
+out, Megatron's default holds. `model: {base: deepseek_v3, num_layers: 3, ...}` takes the other keys
+from a model of `megatron_mok.models`.
 """
 
 import dataclasses
-import difflib
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import yaml
+from megatron_mok.models import ConfigError, ModelConfig, resolve_base
+from megatron_mok.models.schema import at_least, build, read_yaml
 
 from .arms import ARMS
-
-
-class ConfigError(ValueError):
-    """A configuration is wrong; the message names the key, the value and what is allowed."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The GPT model. SwiGLU, RMSNorm, RoPE, no biases, untied embeddings, no dropout."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    seq_length: int
-    num_experts: int
-    moe_router_topk: int
-    moe_ffn_hidden_size: int
-    ffn_hidden_size: int  # of the dense layers
-    # Attention: either GQA ...
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    qk_layernorm: bool = False
-    rotary_base: int | None = None
-    # ... or multi-latent attention.
-    multi_latent_attention: bool = False
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_head_dim: int | None = None
-    qk_pos_emb_head_dim: int | None = None
-    v_head_dim: int | None = None
-    # Mixture of experts.
-    moe_layer_freq: str | None = None  # a list expression such as ([0]*1+[1]*3): 0 is dense
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_shared_expert_gate: bool = False
-    moe_grouped_gemm: bool = False
-    moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
-    moe_router_enable_expert_bias: bool = False
-    moe_router_bias_update_rate: float | None = None
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    moe_router_topk_scaling_factor: float | None = None
-    moe_router_pre_softmax: bool = False
-    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"  # DeepEP and HybridEP take fp32 only
-    moe_router_load_balancing_type: (
-        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None
-    ) = None
-    moe_aux_loss_coeff: float | None = None
-    moe_z_loss_coeff: float | None = None
-    # Multi-token prediction.
-    mtp_num_layers: int | None = None
-    mtp_loss_scaling_factor: float | None = None
-    init_method_std: float | None = None
-
-    def check(self) -> None:
-        for key in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-            _at_least("model", self, key, 1)
-        for key in ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "ffn_hidden_size"):
-            _at_least("model", self, key, 1)
-        if self.moe_router_topk > self.num_experts:
-            raise ConfigError(
-                f"model.moe_router_topk: {self.moe_router_topk} is more than model.num_experts "
-                f"({self.num_experts})"
-            )
-        mla = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        given = [key for key in mla if getattr(self, key) is not None]
-        if given and not self.multi_latent_attention:
-            raise ConfigError(f"model.{given[0]}: needs model.multi_latent_attention: true")
-        if self.multi_latent_attention and self.num_query_groups is not None:
-            raise ConfigError("model.num_query_groups: not with model.multi_latent_attention")
 
 
 @dataclass(frozen=True)
@@ -104,7 +34,7 @@ class ParallelConfig:
     def check(self, device: str) -> None:
         for f in dataclasses.fields(self):
             if f.type is int or f.type == "int":
-                _at_least("parallel", self, f.name, 1)
+                at_least("parallel", self, f.name, 1)
         model_parallel = (
             self.tensor_model_parallel_size
             * self.pipeline_model_parallel_size
@@ -160,7 +90,7 @@ class DataConfig:
     vocab_size: int | None = None  # of a Megatron dataset; text is bytes (256)
 
     def check(self) -> None:
-        _at_least("data", self, "max_bytes", 1)
+        at_least("data", self, "max_bytes", 1)
         try:
             parts = [float(p) for p in self.split.split(",")]
             ok = len(parts) == 3 and min(parts) >= 0 and parts[0] > 0
@@ -196,10 +126,10 @@ class TrainConfig:
 
     def check(self, data_parallel_size: int) -> None:
         for key in ("steps", "micro_batch_size", "global_batch_size", "eval_iters"):
-            _at_least("train", self, key, 1)
+            at_least("train", self, key, 1)
         if self.eval_interval is not None:
-            _at_least("train", self, "eval_interval", 1)
-        _at_least("train", self, "skip_steps", 0)
+            at_least("train", self, "eval_interval", 1)
+        at_least("train", self, "skip_steps", 0)
         if self.lr <= 0:
             raise ConfigError(f"train.lr: must be above 0 (given: {self.lr})")
         if not 0 <= self.lr_warmup_steps < self.steps:
@@ -236,7 +166,7 @@ class CompareConfig:
     megatron_args: tuple[str, ...] = ()  # more of Megatron's flags, for every arm
 
     def __post_init__(self):
-        _at_least("", self, "seed", 1)
+        at_least("", self, "seed", 1)
         if not self.arms:
             raise ConfigError(f"arms: empty; allowed are {', '.join(ARMS)}")
         for arm in self.arms:
@@ -278,99 +208,13 @@ def load(path: Path) -> CompareConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong.
     """
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not valid YAML: {error}") from error
-    return from_dict(tree, name=path.stem)
+    return from_dict(read_yaml(path), name=path.stem)
 
 
 def from_dict(tree: object, name: str = "compare") -> CompareConfig:
     """`load` for a tree that is in memory; `name` is used when the tree has none."""
     if isinstance(tree, dict):
         tree = {"name": name, **tree}
-    return _build(CompareConfig, tree, "")
-
-
-def _build(cls, tree, prefix: str):
-    where = prefix.rstrip(".") or "the configuration"
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{where}: must be a mapping of keys to values (given: {tree!r})")
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    for key in tree:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{close[0]}? " if close else ""
-            raise ConfigError(
-                f"{prefix}{key}: unknown key; {hint}allowed in {where}: {', '.join(sorted(known))}"
-            )
-    values = {}
-    for key, f in known.items():
-        if key in tree:
-            values[key] = _convert(hints[key], tree[key], prefix + key)
-        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{prefix}{key}: missing; it must be {_describe(hints[key])}")
-    return cls(**values)
-
-
-def _convert(hint, value, key: str):
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, key + ".")
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if typing.get_origin(hint) is typing.Union:
-        options = typing.get_args(hint)
-    for option in options:
-        converted = _match(option, value)
-        if converted is not _NO:
-            return converted
-    raise ConfigError(f"{key}: must be {_describe(hint)} (given: {value!r})")
-
-
-_NO = object()
-
-
-def _match(hint, value):
-    """`value` as `hint`, or _NO. YAML reads 1e-4 as a string; it is taken as the number meant."""
-    if hint is type(None):
-        return None if value is None else _NO
-    if typing.get_origin(hint) is Literal:
-        return value if value in typing.get_args(hint) else _NO
-    if typing.get_origin(hint) is tuple:
-        if isinstance(value, list) and all(isinstance(v, str | int | float) for v in value):
-            return tuple(str(v) for v in value)
-        return _NO
-    if hint is bool:
-        return value if isinstance(value, bool) else _NO
-    if hint is int:
-        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
-    if hint is float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            return _NO
-        try:
-            return float(value)
-        except ValueError:
-            return _NO
-    return value if isinstance(value, hint) else _NO
-
-
-def _describe(hint) -> str:
-    if dataclasses.is_dataclass(hint):
-        return "a section"
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if typing.get_origin(hint) is tuple:
-        return "a list of strings"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    if hint in names:
-        return names[hint]
-    return " or ".join(_describe(h) for h in typing.get_args(hint) if h is not type(None))
-
-
-def _at_least(section: str, config, key: str, least: int) -> None:
-    value = getattr(config, key)
-    if value < least:
-        name = f"{section}.{key}" if section else key
-        raise ConfigError(f"{name}: must be at least {least} (given: {value})")
+        if "model" in tree:
+            tree["model"] = resolve_base(tree["model"], "model.")
+    return build(CompareConfig, tree)

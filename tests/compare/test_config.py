@@ -127,3 +127,13 @@ def test_replace_is_checked():
     assert config.replace() == config
     with pytest.raises(ConfigError, match=r"train.steps: must be at least 1 \(given: 0\)"):
         config.replace(steps=0)
+
+
+def test_model_from_a_base():
+    tree = copy.deepcopy(VALID)
+    tree["model"] = {"base": "qwen3_30b", "num_layers": 2}
+    model = from_dict(tree).model
+    assert (model.num_layers, model.hidden_size, model.num_experts) == (2, 2048, 128)
+    tree["model"]["base"] = "qwen"
+    with pytest.raises(ConfigError, match=r"model\.base: 'qwen' is not known"):
+        from_dict(tree)
