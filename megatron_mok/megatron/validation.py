@@ -98,15 +98,21 @@ def _placement_problem(config: Any) -> str | None:
 
 def layer_problems(config: Any, options: MoKOptions, device: torch.device) -> list[str]:
     """What stands against a layer on this device, besides `config_problems`; one line each."""
+    problems = device_problems(config, options, device.type)
+    if reason := engine_problem(device.type):
+        problems.append(f"no engine for {device.type} tensors: {reason}; {USE_ALLTOALL}")
+    return problems
+
+
+def device_problems(config: Any, options: MoKOptions, device_type: str) -> list[str]:
+    """`layer_problems` but for the engine, which may be on another machine."""
     problems = []
     if options.max_tokens_per_rank is None:
         problems.append(
             "the most tokens per rank are not known; set --mok-max-tokens-per-rank, or in a "
             "program megatron_mok.megatron.set_options(MoKOptions(max_tokens_per_rank=...))"
         )
-    if reason := engine_problem(device.type):
-        problems.append(f"no engine for {device.type} tensors: {reason}; {USE_ALLTOALL}")
-    if device.type == "cuda" and config.params_dtype != torch.bfloat16:
+    if device_type == "cuda" and config.params_dtype != torch.bfloat16:
         problems.append(
             f"params_dtype = {config.params_dtype}: the GPU engine computes in BF16; set --bf16"
         )

@@ -108,5 +108,7 @@ class ModelConfig:
                 flags.append(f"{name}={value}")
         if self.num_query_groups is not None:
             flags.append("--group-query-attention")
+        if self.multi_latent_attention and self.rope_type == "rope":
+            flags.append("--no-rope-fusion")  # Megatron's fused kernel for MLA is YaRN's
         flags.append(f"--max-position-embeddings={self.seq_length}")
         return flags

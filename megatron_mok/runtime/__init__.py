@@ -15,6 +15,7 @@ from megatron_mok.runtime.workspace import (
     Workspace,
     get_workspace,
     release_workspaces,
+    workspace_nbytes,
     workspace_of,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "abi",
     "get_workspace",
     "release_workspaces",
+    "workspace_nbytes",
     "workspace_of",
 ]

@@ -268,6 +268,23 @@ def release_workspaces() -> None:
     _shared.clear()
 
 
+def workspace_nbytes(shape: LayerShape, ep_size: int, device_type: str, workers: int) -> int:
+    """Bytes that each rank will provide for a workspace, without making one; needs no GPU.
+
+    Args:
+        device_type: "cpu" or "cuda"; chooses the engine, which must have been built.
+        workers: threads, or CTAs of the GPUs that it is for (one per SM).
+
+    Raises:
+        ValueError: the experts do not divide over the ranks.
+        MoKUnsupportedError: no such engine.
+    """
+    layout = _layout(
+        load_engine(device_type), _c_shape(shape, ep_size, 0), RuntimeOptions(workers=workers)
+    )
+    return layout.peer_bytes + layout.local_bytes
+
+
 def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

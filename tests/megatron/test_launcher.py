@@ -53,6 +53,8 @@ def test_wrong_usage(capsys, tmp_path):
     assert "SCRIPT is missing" in capsys.readouterr().err
     assert launcher.main([str(tmp_path / "nothing.py")]) == 2
     assert "is not a file" in capsys.readouterr().err
+    assert launcher.main(["--cpu=1", "script.py"]) == 2
+    assert "the launcher's options are --cpu and --dry-run" in capsys.readouterr().err
     assert launcher.main(["--help"]) == 0
     assert "usage: " in capsys.readouterr().out
 
