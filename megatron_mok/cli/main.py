@@ -4,9 +4,9 @@ import argparse
 import signal
 import sys
 
-from . import bench, compare, doctor
+from . import bench, compare, doctor, flags
 
-_SUBCOMMANDS = (compare, bench, doctor)
+_SUBCOMMANDS = (compare, bench, doctor, flags)
 """Modules with `add_parser(subparsers)`, which sets `run`: a function from the parsed arguments to
 an exit status."""
 

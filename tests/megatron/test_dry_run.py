@@ -269,8 +269,9 @@ def test_wrong_settings(args, message, forks):
 def test_yaml_is_not_known(forks, tmp_path):
     config = tmp_path / "x.yaml"
     # Megatron takes what it needs before its checks from the file too.
-    keys = ("disable_msc_deprecated", "enable_ft_package", "enable_msc", "use_checkpoint_args")
-    config.write_text("".join(f"{key}: false\n" for key in keys) + "yaml_cfg: x.yaml\n")
+    no = ("disable_msc_deprecated", "enable_ft_package", "enable_msc", "use_checkpoint_args")
+    text = "".join(f"{key}: false\n" for key in no)
+    config.write_text(f"{text}ckpt_convert_format: null\nyaml_cfg: x.yaml\n")
     status, _, err = forks.run(["--dry-run=2x8", SCRIPT, f"--yaml-cfg={config}"])
     assert status == 1
     assert "dry run: --yaml-cfg: the dry run knows Megatron's flags only" in err

@@ -68,9 +68,7 @@ class ParameterCounter:
         """The size of the whole model."""
         whole = cls(config, args, vocab)
         experts = tuple(has_experts(config))
-        main = whole.chunk(
-            Chunk(experts=experts, mtp=(), embedding=True, last_norm=True, output=True)
-        )
+        main = whole.chunk(Chunk(experts=experts, mtp=(), first=True, last_norm=True, output=True))
         mtp = experts[-1:] * (config.mtp_num_layers or 0)
         active = main.dense
         if config.num_moe_experts:

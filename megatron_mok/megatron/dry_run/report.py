@@ -21,7 +21,6 @@ from megatron_mok.megatron.validation import is_mok
 
 _GIB = 2**30
 _GPUS = "an H100 has about 79, an H200 139"
-_COLUMNS = ("stage", "params", "weights", "grads", "optimizer", "workspace", "saved", "total")
 
 
 @dataclass(frozen=True)
@@ -188,12 +187,13 @@ def _pipeline(launch: Launch) -> list[str]:
 
 def _memory(launch: Launch) -> list[str]:
     memory = launch.memory
-    lines = ["GiB on each GPU", "  " + _row(_COLUMNS)]
+    of_mok = ("workspace", "saved") if launch.mok else ()
+    kinds = ("weights", "grads", "optimizer", *of_mok, "total")
+    lines = ["GiB on each GPU", "  " + _row(("stage", "params", *kinds))]
     # Stages that differ in what they keep for backward alone share a line: the first keeps most.
     for first, last in _equal_runs([replace(stage, saved=0) for stage in memory]):
         row = memory[first]
-        sizes = (row.weights, row.grads, row.optimizer, row.workspace, row.saved, row.total)
-        cells = [f"{size / _GIB:.2f}" for size in sizes]
+        cells = [f"{getattr(row, kind) / _GIB:.2f}" for kind in kinds]
         lines.append("  " + _row((_range(first, last), _billions(row.parameters.total), *cells)))
     largest = max(stage.total for stage in memory) / _GIB
     lines += ["", f"The largest is {largest:.1f} GiB; {_GPUS}. Not counted:"]

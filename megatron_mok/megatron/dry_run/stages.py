@@ -16,16 +16,21 @@ class Chunk:
     Attributes:
         experts: for each layer, whether it is an MoE layer.
         mtp: likewise for each layer of multi-token prediction.
-        embedding: whether it has the token embedding, its own or a copy for `mtp`.
+        first: whether it is the model's first.
         last_norm: whether it has the norm behind the model's last layer.
         output: whether it has the output layer.
     """
 
     experts: tuple[bool, ...]
     mtp: tuple[bool, ...]
-    embedding: bool
+    first: bool
     last_norm: bool
     output: bool
+
+    @property
+    def embedding(self) -> bool:
+        """Whether it has the token embedding: the model's own, or a copy for `mtp`."""
+        return self.first or bool(self.mtp)
 
     @property
     def moe_layers(self) -> int:
@@ -34,7 +39,7 @@ class Chunk:
 
     def __str__(self) -> str:
         dense = len(self.experts) - sum(self.experts)
-        parts = ["embedding"] * (self.embedding and not self.mtp)
+        parts = ["embedding"] * self.first
         parts += [f"{dense} dense"] * bool(dense)
         parts += [f"{sum(self.experts)} MoE"] * any(self.experts)
         parts += [f"{len(self.mtp)} MTP"] * bool(self.mtp)
@@ -80,7 +85,7 @@ def pipeline_stages(config: Any) -> list[Stage]:
                 Chunk(
                     experts=tuple(experts),
                     mtp=mtp,
-                    embedding=first or bool(mtp),
+                    first=first,
                     last_norm=last_norm,
                     output=output,
                 )
