@@ -27,7 +27,7 @@ declare -A LAYOUTS=(
   [8]='Et*8|(t*8|)*6t*5mL'
   [16]='Et*4|(t*4|)*14tmL'
 )
-default RECOMPUTE "mla_up_proj layernorm" # ours; the paper: these, and SwiGLU, which MoK always does
+default RECOMPUTE "mla_up_proj layernorm" # section 3.2.3; SwiGLU, too, which MoK never keeps
 default GLOBAL_BATCH 15360 # after a ramp from 3072 over the first 469B tokens
 default TRAIN_ITERS 227300 # 14.3T tokens
 

@@ -27,7 +27,7 @@ declare -A LAYOUTS=(
   [8]='Et*8|(t*8|)*6t*5L'
   [16]='Et*4|(t*4|)*14tL'
 )
-default RECOMPUTE "mla_up_proj layernorm" # the paper: these, and SwiGLU, which MoK always does
+default RECOMPUTE "mla_up_proj layernorm" # section 2.4; SwiGLU, too, which MoK never keeps
 default GLOBAL_BATCH 16384 # 67M tokens
 default TRAIN_ITERS 231000 # 15.5T tokens
 

@@ -213,6 +213,17 @@ def test_saved_rows_of_the_schedule(forks):
     assert saved_gib(forks, none) == pytest.approx(inputs, rel=1e-2)
 
 
+def test_gradients_that_cannot_be_added_in_place(forks):
+    args = [*model_args("qwen3_30b"), *TRAIN, MOK, "--expert-model-parallel-size=8"]
+    status, out, err = forks.run(["--dry-run=2x8", *args])
+    assert status == 0, err
+    assert "Fresh weight gradients" not in out
+    status, out, err = forks.run(["--dry-run=2x8", *args, "--grad-reduce-in-bf16"])
+    assert status == 0, err
+    gib = 16 * 3 * 2048 * 768 * 4 / 2**30
+    assert f"Fresh weight gradients of a layer pass through {gib:.2f} GiB besides" in out
+
+
 def test_other_dispatchers(forks):
     flex = ["--moe-token-dispatcher-type=flex", "--moe-flex-dispatcher-backend=hybridep"]
     args = [*SMALL, *TRAIN, *flex, "--expert-model-parallel-size=8"]

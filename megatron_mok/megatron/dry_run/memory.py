@@ -28,6 +28,8 @@ class MoKMemory:
         saved_rows: rows of pre-activations that one call keeps for backward.
         saved_bytes: what one call keeps for backward: these rows, and the layer's input.
         workspace_bytes: one workspace for all layers; None where `missing`.
+        grad_buffer_bytes: FP32 buffers that fresh weight gradients of a layer pass through for a
+            while; 0 where the kernel adds to `main_grad`.
         missing: why the engine, which knows the size of the workspace, is not here; or None.
     """
 
@@ -35,11 +37,13 @@ class MoKMemory:
     saved_rows: int
     saved_bytes: int
     workspace_bytes: int | None
+    grad_buffer_bytes: int
     missing: str | None
 
     @classmethod
-    def of(cls, config: Any, options: MoKOptions, device_type: str) -> MoKMemory:
+    def of(cls, config: Any, args: Any, options: MoKOptions, device_type: str) -> MoKMemory:
         """For layers of this config. `options.max_tokens_per_rank` must be known."""
+        into_main_grad = config.gradient_accumulation_fusion and grad_bytes(args) == 4
         shape = LayerShape(
             hidden=config.hidden_size,
             ffn=config.moe_ffn_hidden_size,
@@ -51,6 +55,7 @@ class MoKMemory:
         ep = config.expert_model_parallel_size
         rows = options.saved_rows(shape.max_tokens, shape.topk, ep, shape.num_experts // ep)
         width = config.params_dtype.itemsize
+        weights = shape.num_experts // ep * 3 * shape.hidden * shape.ffn
         workers = HOPPER_SMS if device_type == "cuda" else options.host_threads
         try:
             workspace, missing = workspace_nbytes(shape, ep, device_type, workers), None
@@ -61,8 +66,14 @@ class MoKMemory:
             saved_rows=rows,
             saved_bytes=(rows * 2 * shape.ffn + shape.max_tokens * shape.hidden) * width,
             workspace_bytes=workspace,
+            grad_buffer_bytes=0 if into_main_grad else 4 * weights,
             missing=missing,
         )
+
+
+def grad_bytes(args: Any) -> int:
+    """Bytes of a gradient in DDP's buffers."""
+    return 4 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class MemoryEstimate:
         return StageMemory(
             parameters=parameters,
             weights=parameters.total * args.params_dtype.itemsize,
-            grads=parameters.total * self._grad_bytes(),
+            grads=parameters.total * grad_bytes(self._args),
             optimizer=int(
                 parameters.dense * self._optimizer_bytes(dense_ranks)
                 + parameters.experts * self._optimizer_bytes(expert_ranks)
@@ -130,10 +141,6 @@ class MemoryEstimate:
             workspace=workspace,
             saved=self._saved(rank, stage) if self._mok else 0,
         )
-
-    def _grad_bytes(self) -> int:
-        in_fp32 = self._args.accumulate_allreduce_grads_in_fp32
-        return 4 if in_fp32 else self._args.params_dtype.itemsize
 
     def _optimizer_bytes(self, ranks: int) -> float:
         """For each parameter, on one of `ranks` data-parallel ranks."""
@@ -145,7 +152,7 @@ class MemoryEstimate:
         if args.params_dtype != torch.float32:
             precise = args.use_precision_aware_optimizer
             count += args.main_params_dtype.itemsize if precise else 4
-            if self._grad_bytes() != 4 and not precise:
+            if grad_bytes(self._args) != 4 and not precise:
                 count += 4  # gradients in FP32 for the step
         if getattr(args, "optimizer_cpu_offload", False):
             count *= 1 - args.optimizer_offload_fraction

@@ -51,7 +51,7 @@ class Launch:
         )
         mok = None
         if is_mok(config) and config.num_moe_experts is not None:
-            mok = MoKMemory.of(config, get_options(), device_type)
+            mok = MoKMemory.of(config, args, get_options(), device_type)
         unknown = not_counted(config, args)
         size = memory = None
         if not unknown:
@@ -206,6 +206,11 @@ def _memory(launch: Launch) -> list[str]:
             f"{HOPPER_SMS} SMs. saved: most that the",
             "fused layers keep for backward, in all microbatches in flight.",
         ]
+        if buffers := launch.mok.grad_buffer_bytes:
+            lines += [
+                f"Fresh weight gradients of a layer pass through {buffers / _GIB:.2f} GiB besides:",
+                "none with gradient accumulation fusion and gradients in FP32.",
+            ]
     if not optimizer_is_counted(launch.args):
         lines.append(f"States of --optimizer {launch.args.optimizer} are counted like Adam's.")
     return lines
