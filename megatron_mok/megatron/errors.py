@@ -23,3 +23,7 @@ class MoKConfigError(MoKError, ValueError):
 
 class MoKInstallError(MoKError, RuntimeError):
     """The hooks cannot be put into this Megatron."""
+
+
+class DryRunError(MoKError, ValueError):
+    """A launch that would not work, found by its dry run; the message says why."""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron_mok.megatron import cpu_mode
 from megatron_mok.megatron.dataset_helpers import use_built_helpers
+from megatron_mok.megatron.errors import DryRunError
 from megatron_mok.megatron.install import install
 
 USAGE = (
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def _dry_run(script: str | None, ranks: str) -> int:
-    from megatron_mok.megatron.dry_run import DryRunError, dry_run, parse_ranks
+    from megatron_mok.megatron.dry_run import dry_run, parse_ranks
 
     try:
         hosts = parse_ranks(ranks) if ranks else None

@@ -87,12 +87,13 @@ def _placement_problem(config: Any) -> str | None:
     # when they make their workspace.
     ranks_per_host = os.environ.get("LOCAL_WORLD_SIZE", "")
     ep = config.expert_model_parallel_size
-    if not ranks_per_host.isdecimal() or ep <= int(ranks_per_host):
+    # A group has consecutive ranks, from a multiple of its size on.
+    if not ranks_per_host.isdecimal() or int(ranks_per_host) % ep == 0:
         return None
     return (
         f"expert_model_parallel_size = {ep}: ranks share memory within one host, and a host has "
-        f"{ranks_per_host} ranks (LOCAL_WORLD_SIZE); set --expert-model-parallel-size "
-        f"{ranks_per_host} or less"
+        f"{ranks_per_host} ranks (LOCAL_WORLD_SIZE); set --expert-model-parallel-size to a divisor "
+        f"of {ranks_per_host}"
     )
 
 

@@ -91,7 +91,7 @@ def test_scripts_are_all_tried():
 def test_dry_run_of_the_script_itself():
     done = run("pretrain_qwen3_moe.sh", "--dry-run", "--seq-length", "2048", TP="2", NODES="1")
     assert done.returncode == 0, done.stderr
-    assert "ranks       8: 1 hosts of 8\n" in done.stdout
+    assert "ranks       8: 1 host of 8\n" in done.stdout
     assert "TP 2 x CP 1 x DP 4 x PP 1, sequence parallel" in done.stdout
     assert "sequences of 2,048" in done.stdout
     assert "mok: up to 1,024 tokens" in done.stdout

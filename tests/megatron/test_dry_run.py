@@ -312,6 +312,20 @@ def test_a_script_that_would_train_does_not(forks, tmp_path):
     assert "ended before Megatron checked any arguments" in err
 
 
+def test_on_cpu_ranks():
+    command = [sys.executable, "-m", "megatron_mok.megatron.launcher", "--dry-run=1x2", "--cpu"]
+    args = [*SMALL, *TRAIN, MOK, "--expert-model-parallel-size=2"]
+    args.remove("--bf16")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, SCRIPT, *args], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GiB on each rank\n" in done.stdout
+    assert "GPU" not in done.stdout
+    assert "0.5" in next(line for line in done.stdout.splitlines() if line.startswith("parameters"))
+
+
 def test_ranks_from_the_environment(forks):
     args = ["--dry-run", SCRIPT, *SMALL, *TRAIN, MOK, "--expert-model-parallel-size=4"]
     status, out, err = forks.run(args, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "0"})

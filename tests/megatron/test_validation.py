@@ -178,12 +178,15 @@ def test_sizes_of_real_models(size, ffn):
     assert problems(**size, moe_ffn_hidden_size=ffn, num_moe_experts=1024, moe_router_topk=32) == []
 
 
-@pytest.mark.parametrize(("ranks", "refused"), [("1", True), ("2", False), ("8", False)])
+@pytest.mark.parametrize(
+    ("ranks", "refused"), [("1", True), ("2", False), ("3", True), ("8", False)]
+)
 def test_expert_parallel_group_beyond_one_host(monkeypatch, ranks, refused):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     lines = problems()
     assert len(lines) == refused
-    assert all("set --expert-model-parallel-size 1 or less" in line for line in lines)
+    way_out = f"set --expert-model-parallel-size to a divisor of {ranks}"
+    assert all(way_out in line for line in lines)
 
 
 def test_unknown_number_of_ranks_per_host(monkeypatch):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from megatron_mok.megatron.errors import MoKConfigError
+from megatron_mok.megatron.errors import DryRunError, MoKConfigError
 from megatron_mok.megatron.flags import read_options
 from megatron_mok.megatron.validation import check_config, device_problems, is_mok
 
@@ -35,10 +35,6 @@ _FROM_TRANSFORMER_ENGINE = {
         "fused_unpermute",
     ),
 }
-
-
-class DryRunError(ValueError):
-    """The launch would not work; the message says why."""
 
 
 class Validated(BaseException):

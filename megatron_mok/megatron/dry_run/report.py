@@ -28,12 +28,14 @@ class Launch:
     """A launch that has passed all checks, and what it would take.
 
     Attributes:
+        device_type: "cuda" or "cpu", of the ranks.
         unknown: settings because of which neither parameters nor memory are known.
         size, memory: None with any of these.
     """
 
     config: Any
     args: Any
+    device_type: str
     vocab: int
     stages: list[Stage]
     microbatches: int
@@ -66,7 +68,9 @@ class Launch:
             )
             estimate = MemoryEstimate(config, args, counter, microbatches, mok)
             memory = [estimate.stage(rank, stage) for rank, stage in enumerate(stages)]
-        return cls(config, args, vocab, stages, microbatches, mok, unknown, size, memory)
+        return cls(
+            config, args, device_type, vocab, stages, microbatches, mok, unknown, size, memory
+        )
 
 
 def print_report(launch: Launch) -> None:
@@ -112,15 +116,16 @@ def _parameters(launch: Launch) -> list[str]:
     if launch.size is None:
         return [f"not counted: {', '.join(launch.unknown)}"]
     size = launch.size
-    text = f"{_billions(size.total)} total, {_billions(size.active)} active per token"
-    return [text + (f"; MTP {_billions(size.mtp)}" if size.mtp else "")]
+    text = f"{_count(size.total)} total, {_count(size.active)} active per token"
+    return [text + (f"; MTP {_count(size.mtp)}" if size.mtp else "")]
 
 
 def _ranks(args: Any) -> list[str]:
     local = _ranks_per_host()
     if local is None:
         return [f"{args.world_size}; ranks of a host unknown (LOCAL_WORLD_SIZE)"]
-    return [f"{args.world_size}: {-(-args.world_size // local)} hosts of {local}"]
+    hosts = -(-args.world_size // local)
+    return [f"{args.world_size}: {hosts} {'host' if hosts == 1 else 'hosts'} of {local}"]
 
 
 def _attention_layout(args: Any) -> list[str]:
@@ -189,21 +194,27 @@ def _memory(launch: Launch) -> list[str]:
     memory = launch.memory
     of_mok = ("workspace", "saved") if launch.mok else ()
     kinds = ("weights", "grads", "optimizer", *of_mok, "total")
-    lines = ["GiB on each GPU", "  " + _row(("stage", "params", *kinds))]
+    on_gpus = launch.device_type == "cuda"
+    lines = [
+        f"GiB on each {'GPU' if on_gpus else 'rank'}",
+        "  " + _row(("stage", "params", *kinds)),
+    ]
     # Stages that differ in what they keep for backward alone share a line: the first keeps most.
     for first, last in _equal_runs([replace(stage, saved=0) for stage in memory]):
         row = memory[first]
         cells = [f"{getattr(row, kind) / _GIB:.2f}" for kind in kinds]
-        lines.append("  " + _row((_range(first, last), _billions(row.parameters.total), *cells)))
+        lines.append("  " + _row((_range(first, last), _count(row.parameters.total), *cells)))
     largest = max(stage.total for stage in memory) / _GIB
-    lines += ["", f"The largest is {largest:.1f} GiB; {_GPUS}. Not counted:"]
+    beside = f"; {_GPUS}" if on_gpus else ""
+    lines += ["", f"The largest is {largest:.1f} GiB{beside}. Not counted:"]
     if launch.mok is None:
         lines.append("activations, temporary buffers, NCCL, the CUDA context, fragmentation.")
     else:
         lines += [
             "activations but those of the experts, temporary buffers, NCCL, the CUDA context,",
-            "fragmentation. workspace: MoK's, one for all layers, on a GPU with "
-            f"{HOPPER_SMS} SMs. saved: most that the",
+            "fragmentation. workspace: MoK's, one for all layers"
+            + (f", on a GPU with {HOPPER_SMS} SMs" if on_gpus else "")
+            + ". saved: most that the",
             "fused layers keep for backward, in all microbatches in flight.",
         ]
         if buffers := launch.mok.grad_buffer_bytes:
@@ -260,8 +271,8 @@ def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.2f} B"
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
 def _ranks_per_host() -> int | None:

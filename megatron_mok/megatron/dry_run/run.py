@@ -9,7 +9,6 @@ import sys
 
 from megatron_mok.megatron import cpu_mode
 from megatron_mok.megatron.dry_run.checks import (
-    DryRunError,
     Validated,
     explained,
     model_config,
@@ -17,7 +16,7 @@ from megatron_mok.megatron.dry_run.checks import (
     stop_after_validation,
 )
 from megatron_mok.megatron.dry_run.report import Launch, print_report
-from megatron_mok.megatron.errors import MoKConfigError
+from megatron_mok.megatron.errors import DryRunError, MoKConfigError
 
 _RANKS = re.compile(r"(\d+)x(\d+)")
 
