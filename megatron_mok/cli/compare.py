@@ -78,6 +78,12 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--steps", metavar="N", type=int, help="train N steps instead of the config's train.steps"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check every arm with Megatron, print the model's parameters, the memory of a rank "
+        "and the parallel layout, and train nothing; needs no GPU",
+    )
     parser.set_defaults(run=run)
 
 
@@ -87,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megatron_mok.compare import config as configs
     from megatron_mok.compare.data import DataError
+    from megatron_mok.compare.dry_run import dry_run
     from megatron_mok.compare.plot import write_chart
     from megatron_mok.compare.progress import ConsoleDisplay
     from megatron_mok.compare.report import print_report, write_csv, write_json
@@ -106,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or Path("compare-out") / f"{config.name}-{now}"
     console = Console()
     try:
+        if args.dry_run:
+            return dry_run(config)
         with ConsoleDisplay(console) as display:
             results = run_comparison(config, out, display, require)
     except DataError as error:
