@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the launch scripts share. A script sets MODEL and its defaults with `default`, the array
 # TRAIN_ARGS and the pipeline layouts, and ends in `launch "$@"`.
 
@@ -136,7 +137,7 @@ launch() {
   if [[ -n ${DATA_PATH-} ]]; then
     [[ -n ${TOKENIZER-} ]] || fail "DATA_PATH is set, so TOKENIZER must be too"
     # shellcheck disable=SC2206  # prefixes and weights are words
-    DATA_ARGS+=(--data-path $DATA_PATH --split 99,1,0)
+    DATA_ARGS+=(--data-path $DATA_PATH --split "99,1,0")
     DATA_ARGS+=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
   else
     DATA_ARGS+=(--mock-data --tokenizer-type NullTokenizer)
@@ -148,8 +149,9 @@ launch() {
       --ckpt-format torch_dist)
   fi
 
-  # Megatron wants it for tensor and context parallelism before Blackwell.
-  if [[ $TP != 1 || $CP != 1 ]] && [[ $NVL72 != 1 ]]; then
+  # Megatron wants it for tensor and context parallelism before Blackwell; a dry run takes the GPUs
+  # for Hopper.
+  if [[ $TP != 1 || $CP != 1 ]] && [[ $NVL72 != 1 || $mode == dry ]]; then
     export CUDA_DEVICE_MAX_CONNECTIONS=1
   fi
   if [[ $DISPATCHER == hybridep ]]; then

@@ -8,6 +8,7 @@
 # --help lists all variables. Hyperparameters of the model: megatron_mok/models/deepseek_v3.yaml.
 # Those of training are from arXiv:2412.19437, section 4.2, but for what is marked as ours.
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 default MODEL deepseek_v3

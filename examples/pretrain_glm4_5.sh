@@ -10,6 +10,7 @@
 # Those of training are from arXiv:2508.06471, section 2.4, but for what is marked as ours. The
 # paper's optimizer is Muon; this is Adam with the same learning rate.
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 default MODEL glm_4_5

@@ -9,6 +9,7 @@
 # Those of training are from arXiv:2507.20534, section 2.5, but for what is marked as ours. The
 # paper's optimizer is MuonClip; this is Adam with the same learning rate.
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 default MODEL kimi_k2

@@ -10,6 +10,7 @@
 # Those of training are ours: arXiv:2505.09388 gives none of them but the sequence length and the
 # number of tokens.
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 default MODEL qwen3_30b
