@@ -5,35 +5,62 @@
 namespace mok::sm90 {
 namespace {
 
-// What a wait was for, in the words of the host engine.
+// What a wait was for, in the words of the host engine where it has the same.
 struct SiteText {
   const char* phase;
   const char* detail;  // what Fault.detail numbers; NULL: nothing
 };
 
-SiteText describe_site(int32_t site) {
+// No default: the compiler then tells of a site without text (see tests/native).
+SiteText describe_site(WaitSite site) {
   switch (site) {
+    case kWaitNone:
+      break;
     case kWaitPeerCounts:
       return {"entry", "rank"};
     case kWaitPeerRows:
       return {"row tables", "rank"};
-    case kWaitRowRing:
-      return {"dispatch", "block"};
-    case kWaitRows:
-      return {"fc1", "block"};
-    case kWaitActivationRing:
-      return {"fc1 store", "block"};
-    case kWaitActivations:
-      return {"fc2", "block"};
-    case kWaitCombine:
-      return {"combine", "token"};
     case kWaitPulled:
       return {"pull of this rank's rows", "rank"};
     case kWaitPushed:
       return {"combine", "rank"};
-    default:  // barriers between the warps of a CTA
-      return {"pipeline", nullptr};
+    case kWaitCombine:
+      return {"combine", "token"};
+    // Rings in global memory; those of backward free whole groups.
+    case kWaitRowRing:
+      return {"dispatch", "block"};
+    case kWaitActivationRing:
+      return {"fc1 store", "block"};
+    case kWaitGradRing:
+      return {"fc2 dgrad store", "block"};
+    // Operands of a task. Backward waits for rows in its recomputation, too.
+    case kWaitRows:
+      return {"fc1 or fc2 dgrad", "block"};
+    case kWaitActivations:
+      return {"fc2 or pre-activations of fc2 dgrad", "block"};
+    case kWaitGrads:
+      return {"fc1 dgrad or wgrad", "block or cut"};
+    case kWaitCut:
+      return {"wgrad, earlier cuts", "local expert"};
+    // Barriers between the warps of a CTA.
+    case kWaitStageFull:
+      return {"pipeline, operands", nullptr};
+    case kWaitStageEmpty:
+      return {"pipeline, free stage", nullptr};
+    case kWaitTaskFull:
+      return {"pipeline, next task", nullptr};
+    case kWaitTaskEmpty:
+      return {"pipeline, free task slot", nullptr};
+    case kWaitStagingFull:
+      return {"pipeline, finished tile", nullptr};
+    case kWaitStagingFree:
+      return {"pipeline, free staging tile", nullptr};
+    case kWaitChunkFull:
+      return {"pipeline, gradients of pre-activations", nullptr};
+    case kWaitMoverCopy:
+      return {"pipeline, copies of rows", nullptr};
   }
+  return {"unknown", nullptr};
 }
 
 // Why nobody made the call, as this rank sees it.
@@ -61,7 +88,7 @@ FaultRecords::~FaultRecords() { cudaFreeHost(memory_); }
 std::string FaultRecords::fault_message(const MokShape& shape) const {
   const volatile Fault& fault = memory_->fault;
   if (!fault.raised) return "";
-  const SiteText text = describe_site(fault.site);
+  const SiteText text = describe_site(static_cast<WaitSite>(fault.site));
   const int32_t by = fault.by;
   std::string what = rank_text(shape) + (by == shape.ep_rank ? " waited too long" : " stopped") +
                      " in phase '" + text.phase + "'";
