@@ -9,6 +9,7 @@ namespace {
 
 MokStatus check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return MOK_OK;
+  cudaGetLastError();  // or the next launch that asks would report it
   return mok::sm90::fail(MOK_ERR_SYSTEM, std::string(doing) + ": " + cudaGetErrorString(error));
 }
 
@@ -19,11 +20,16 @@ static_assert(sizeof(cudaIpcMemHandle_t) == MOK_HANDLE_BYTES);
 extern "C" {
 
 MokStatus mok_segment_alloc(int64_t bytes, void** segment) {
+  *segment = nullptr;
   const std::string doing = "allocating " + std::to_string(bytes) + " bytes for peers";
   MokStatus status = check(cudaMalloc(segment, bytes), doing.c_str());
   if (status == MOK_OK) status = check(cudaMemset(*segment, 0, bytes), "clearing peer memory");
   // Peers may write as soon as they have the handle.
   if (status == MOK_OK) status = check(cudaDeviceSynchronize(), "clearing peer memory");
+  if (status != MOK_OK && *segment != nullptr) {
+    cudaFree(*segment);
+    *segment = nullptr;
+  }
   return status;
 }
 

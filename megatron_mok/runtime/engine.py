@@ -28,9 +28,15 @@ _ERRORS = {
 
 
 class Engine:
-    """A loaded engine library. `name` is what the library calls itself, e.g. "host"."""
+    """A loaded engine library.
 
-    def __init__(self, path: Path):
+    Attributes:
+        device_type: of the tensors that it computes on.
+        name: what the library calls itself, e.g. "host".
+    """
+
+    def __init__(self, path: Path, device_type: str):
+        self.device_type = device_type
         self.lib = ctypes.CDLL(str(path))
         abi.declare(self.lib)
         version = self.lib.mok_abi_version()
@@ -65,7 +71,7 @@ def load_engine(device_type: str) -> Engine:
     if not path.exists():
         hint = " where nvcc is installed (MOK_CUDA=1)" if device_type == "cuda" else ""
         raise MoKUnsupportedError(f"{path} is not there: build it with `pip install -e .`{hint}")
-    return Engine(path)
+    return Engine(path, device_type)
 
 
 def engine_problem(device_type: str) -> str | None:

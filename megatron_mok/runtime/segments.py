@@ -7,6 +7,7 @@ symmetric memory, https://docs.pytorch.org/docs/stable/symmetric_memory.html.
 import ctypes
 import socket
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,12 @@ import torch.distributed as dist
 from megatron_mok.runtime import abi
 from megatron_mok.runtime.engine import Engine
 from megatron_mok.runtime.errors import MoKError, MoKUnsupportedError
+from megatron_mok.runtime.memory import allocating
 
 PEER_MEMORY = ("ipc", "symm_mem")
 """Names of the providers."""
+
+_SHARING = "share memory"
 
 
 class Segment:
@@ -34,7 +38,11 @@ class Segment:
     def allocate(cls, engine: Engine, num_bytes: int) -> "Segment":
         """New zeroed memory, on the current device for the CUDA engine."""
         pointer = ctypes.c_void_p()
-        engine.call("mok_segment_alloc", num_bytes, ctypes.byref(pointer))
+        allocating(
+            engine,
+            num_bytes,
+            lambda: engine.call("mok_segment_alloc", num_bytes, ctypes.byref(pointer)),
+        )
         return cls(engine, pointer.value, "mok_segment_free")
 
     @classmethod
@@ -92,9 +100,7 @@ class SymmetricSegment:
                 for r in others
             ]
 
-        segments, problem = _attempt(rendezvous)
-        _raise_if_any(_all_gather(problem, group))
-        return segments
+        return on_every_rank(rendezvous, _SHARING, group)
 
 
 def map_peer_segments(
@@ -132,17 +138,30 @@ def map_peer_segments(
             f"the EP group spans the hosts {', '.join(hosts)}; peer_memory 'ipc' shares memory "
             "within one host: choose an expert parallel size that fits one host"
         )
-    _raise_if_any([offer["problem"] for offer in offers])
+    _raise_if_any([offer["problem"] for offer in offers], _SHARING)
 
     rank = dist.get_rank(group)
-    segments, problem = _attempt(
+    return on_every_rank(
         lambda: [
             own if r == rank else Segment.open(engine, offer["handle"])
             for r, offer in enumerate(offers)
-        ]
+        ],
+        _SHARING,
+        group,
     )
-    _raise_if_any(_all_gather(problem, group))
-    return segments
+
+
+def on_every_rank[Result](
+    action: Callable[[], Result], doing: str, group: dist.ProcessGroup
+) -> Result:
+    """The result of `action`, if it succeeds on every rank of `group`. Collective.
+
+    Raises:
+        MoKError: on every rank, when it failed on one; "cannot <doing>" and why.
+    """
+    result, problem = _attempt(action)
+    _raise_if_any(_all_gather(problem, group), doing)
+    return result
 
 
 def _attempt(action):
@@ -159,7 +178,7 @@ def _all_gather(value, group: dist.ProcessGroup) -> list:
     return values
 
 
-def _raise_if_any(problems: list[str]) -> None:
+def _raise_if_any(problems: list[str], doing: str) -> None:
     text = "; ".join(f"EP rank {r}: {problem}" for r, problem in enumerate(problems) if problem)
     if text:
-        raise MoKError(f"cannot share memory: {text}")
+        raise MoKError(f"cannot {doing}: {text}")

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from megatron_mok.runtime import abi
 from megatron_mok.runtime.engine import Engine, dtype_code, load_engine
 from megatron_mok.runtime.errors import MoKInvalidArgumentError
+from megatron_mok.runtime.memory import allocating
 from megatron_mok.runtime.segments import (
     PEER_MEMORY,
     Segment,
     SymmetricSegment,
     map_peer_segments,
+    on_every_rank,
 )
 
 
@@ -133,7 +135,11 @@ class Workspace:
         for rank, segment in enumerate(segments):
             desc.peers[rank] = segment.address
         pointer = ctypes.c_void_p()
-        engine.call("mok_workspace_create", ctypes.byref(desc), ctypes.byref(pointer))
+        allocating(
+            engine,
+            layout.local_bytes,
+            lambda: engine.call("mok_workspace_create", ctypes.byref(desc), ctypes.byref(pointer)),
+        )
         self._pointer = pointer
         self._destroy = weakref.finalize(self, engine.lib.mok_workspace_destroy, pointer)
         self.handle = next(_handles)
@@ -156,6 +162,8 @@ class Workspace:
         Raises:
             ValueError: the experts do not divide over the ranks, or ranks disagree on the shape.
             MoKUnsupportedError: no engine for the device, or the ranks cannot share memory.
+            MoKError: on every rank, when a rank has too little memory, also without what PyTorch's
+                cache held.
         """
         options = options or RuntimeOptions()
         device = _with_index(device)
@@ -168,7 +176,11 @@ class Workspace:
             segments = map_peer_segments(
                 engine, layout.peer_bytes, group, device, options.peer_memory
             )
-            return cls(engine, shape, ep_rank, segments, device, options)
+
+            def make():
+                return cls(engine, shape, ep_rank, segments, device, options)
+
+            return make() if ep_size == 1 else on_every_rank(make, "make the workspace", group)
 
     @classmethod
     def in_process(

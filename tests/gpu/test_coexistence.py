@@ -10,14 +10,9 @@ import pytest
 import torch
 
 from tests.gpu.layers import gpu_layer, workspaces_for
-from tests.gpu.test_processes import (
-    find_mps_control,
-    join_group,
-    mps_daemon,
-    run_processes,
-    workspace_of_process,
-)
+from tests.gpu.test_processes import find_mps_control, mps_daemon, workspace_of_process
 from tests.in_process import leaf, run_fused
+from tests.processes import join_group, run_processes
 
 pytestmark = pytest.mark.gpu
 

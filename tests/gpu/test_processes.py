@@ -3,7 +3,6 @@
 Without the MPS daemon the kernels of processes do not run side by side; ranks only take turns.
 """
 
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
+from tests.processes import join_group, run_processes
 
 pytestmark = pytest.mark.gpu
 
@@ -38,14 +39,6 @@ def mps_daemon():
             subprocess.run([control], input=b"quit\n", timeout=30, check=False)
             for name in names:
                 os.environ.pop(name)
-
-
-def join_group(rank, ep_size, port):
-    """Makes this process a rank of the default process group."""
-    import torch.distributed as dist
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=ep_size)
 
 
 def workspace_of_process(layer, ep_size, first_wait_s, inner_wait_s):
@@ -78,30 +71,9 @@ def rank_process(rank, ep_size, port, results):
     dist.destroy_process_group()
 
 
-def run_processes(ep_size, target=rank_process, *args):
-    """What target(rank, ep_size, port, results, *args) put into `results`, in rank order."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = 29500 + os.getpid() % 1000 + ep_size
-    ranks = [
-        context.Process(target=target, args=(r, ep_size, port, results, *args))
-        for r in range(ep_size)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        parts = dict(results.get(timeout=150) for _ in ranks)
-        for process in ranks:
-            process.join(timeout=30)
-        return [parts[r] for r in range(ep_size)]
-    finally:
-        for process in ranks:
-            process.kill()
-
-
 def output_bits(ep_size):
     """Output of all tokens, as the bits of BF16."""
-    parts = run_processes(ep_size)
+    parts = run_processes(ep_size, rank_process)
     assert all(same for same, _ in parts), "three calls differ"
     return torch.cat([torch.from_numpy(bits) for _, bits in parts])
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.gpu.layers import gpu_layer
-from tests.gpu.test_processes import join_group, run_processes
 from tests.in_process import run_fused
+from tests.processes import join_group, run_processes
 
 pytestmark = pytest.mark.gpu
 
