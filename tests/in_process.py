@@ -3,7 +3,9 @@
 On a GPU each thread has a stream of its own, and each rank its share of the SMs.
 """
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,10 +28,29 @@ def run_ranks(ep_size, body, device="cpu"):
 
     if device == "cuda":
         torch.cuda.synchronize()  # inputs were made on another stream
-    with ThreadPoolExecutor(ep_size) as pool:
-        run = on_stream if device == "cuda" else body
+    run = on_stream if device == "cuda" else body
+    with no_collection(), ThreadPoolExecutor(ep_size) as pool:
         futures = [pool.submit(run, rank) for rank in range(ep_size)]
-        return [future.result() for future in futures]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            futures.clear()  # a future has the error, the error this frame: workspaces would stay
+
+
+@contextmanager
+def no_collection():
+    """Keeps Python from collecting garbage.
+
+    A workspace in garbage would be freed by the rank that happens to run the collection, and on a
+    GPU this waits for kernels of other ranks, which wait for this one.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def make_workspaces(ep_size, options=OPTIONS, device="cpu", **shape):

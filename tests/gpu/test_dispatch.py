@@ -44,6 +44,8 @@ def round_trip(layer, workspaces, cuts, device, addend_TH=None):
         return *rows, sent.expert_rows_L, back_TH, probs_TK, output_TH
 
     results = run_ranks(len(workspaces), body, device)
+    for workspace in workspaces:
+        workspace.check()
     return results, torch.cat([r[-1] for r in results])
 
 
