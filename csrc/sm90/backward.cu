@@ -27,8 +27,12 @@ MOK_DEVICE int32_t num_chunks(const Task& task, const Geometry& g) {
   return min(kTileN, g.ffn - task.tile * kTileN) / kBoxColumns;
 }
 
-// The tile of a weight gradient: those of W1 [2F, H] come first, then those of W2 [H, F].
+// The tile of a weight gradient: those of W1 [2F, H] come first, then those of W2 [H, F]. Both in
+// strips of some rows of tiles, within a strip column after column, so that what the tiles of all
+// SMs read at a time fits L2 beside the gradients.
 struct WgradTile {
+  static constexpr int32_t kStripRows = 16;
+
   bool fc1;
   int32_t row;     // in tiles of kTileM
   int32_t column;  // in tiles of kTileN
@@ -40,8 +44,12 @@ struct WgradTile {
     const int32_t tile = fc1 ? task.tile : task.tile - g.fc1_wgrad_tiles;
     const int32_t rows =
         fc1 ? g.fc1_wgrad_tiles / g.fc2_tiles : g.fc2_wgrad_tiles / g.fc2_dgrad_tiles;
-    row = tile % rows;
-    column = tile / rows;
+    const int32_t columns = fc1 ? g.fc2_tiles : g.fc2_dgrad_tiles;
+    const int32_t first_row = tile / (kStripRows * columns) * kStripRows;
+    const int32_t in_strip = tile - first_row * columns;
+    const int32_t strip_rows = min(kStripRows, rows - first_row);
+    row = first_row + in_strip % strip_rows;
+    column = in_strip / strip_rows;
     wanted = (fc1 ? p.fc1_wanted : p.fc2_wanted).contains(task.expert);
   }
 };
@@ -94,6 +102,7 @@ struct NextTask {
   Task task;
   bool ready;  // its operands may be loaded
 
+  NextTask() = default;
   MOK_DEVICE NextTask(uint32_t ticket, BackwardOrder& order, const BackwardParams& p)
       : task(order.decode(static_cast<int32_t>(ticket), p)), ready(false) {
     if (task.phase == kNoTask) return;
@@ -106,54 +115,66 @@ struct NextTask {
 // Both operands of a task, K step by K step.
 class OperandLoads {
  public:
+  OperandLoads() = default;
   MOK_DEVICE OperandLoads(const Task& task, const BackwardParams& p, const BackwardMaps& maps)
-      : task_(task), g_(p.geometry), tile_(task, p) {
-    switch (task.phase) {
+      : phase_(task.phase), policy_(CachePolicy::kEvictLast) {
+    constexpr int32_t kBlocksM = kTileM / kBoxColumns, kBlocksN = kTileN / kBoxColumns;
+    block_ = task.block;
+    switch (phase_) {
       case kPhaseRecompute:
         a_ = &maps.hidden_rows;
         b_ = p.fc1_maps + task.expert;
+        column_b_ = task.tile * kTileF;
         break;
       case MOK_PHASE_FC1:
         a_ = &maps.grad_output_rows;
         b_ = p.fc2_dgrad_maps + task.expert;
+        column_b_ = task.tile * kBlocksN;
         break;
       case MOK_PHASE_FC2:
         a_ = &maps.grad_preact_rows;
         b_ = p.fc1_dgrad_maps + task.expert;
+        column_b_ = task.tile * kBlocksN;
         break;
-      default:
-        a_ = tile_.fc1 ? &maps.grad_preact_columns : &maps.grad_output_columns;
-        b_ = tile_.fc1 ? &maps.hidden_columns : &maps.activation_columns;
-        first_block_ = p.local.cuts[task.block].first_block;
+      default: {
+        const WgradTile tile(task, p);
+        a_ = tile.fc1 ? &maps.grad_preact_columns : &maps.grad_output_columns;
+        b_ = tile.fc1 ? &maps.hidden_columns : &maps.activation_columns;
+        column_a_ = tile.row * kBlocksM;
+        column_b_ = tile.column * kBlocksN;
+        block_ = p.local.cuts[task.block].first_block;
+        policy_ = CachePolicy::kNormal;
+      }
     }
   }
 
-  MOK_DEVICE void load(int32_t k, uint32_t a, uint32_t b, uint32_t full) const {
-    constexpr int32_t kBlocksM = kTileM / kBoxColumns, kBlocksN = kTileN / kBoxColumns;
+  MOK_DEVICE void load(int32_t k, uint32_t smem, uint32_t stage, const Geometry& g) const {
+    const uint32_t full = StageRing::full(smem, stage);
     barrier_expect(full, kStageBytes);
-    if (task_.phase == MOK_PHASE_WGRAD) {
-      constexpr int32_t kStepsPerBlock = kTileM / kTileK;
-      const int32_t row =
-          ring_row(first_block_ + k / kStepsPerBlock, g_) + k % kStepsPerBlock * kTileK;
-      load_tensor_3d(a, a_, full, 0, row, tile_.row * kBlocksM, CachePolicy::kNormal);
-      load_tensor_3d(b, b_, full, 0, row, tile_.column * kBlocksN, CachePolicy::kNormal);
-      return;
-    }
-    load_tensor_3d(a, a_, full, 0, ring_row(task_.block, g_), k, CachePolicy::kEvictLast);
-    if (task_.phase == kPhaseRecompute) {
-      load_tensor_3d(b, b_, full, k * kTileK, task_.tile * kTileF, 0, CachePolicy::kNormal);
-    } else {
-      load_tensor_3d(b, b_, full, 0, k * kTileK, task_.tile * kBlocksN, CachePolicy::kNormal);
-    }
+    // Left: K step k of the block's rows, or rows of K step k in columns of the tile.
+    const bool wgrad = phase_ == MOK_PHASE_WGRAD;
+    constexpr int32_t kStepsPerBlock = kTileM / kTileK;
+    const int32_t row = wgrad
+                            ? ring_row(block_ + k / kStepsPerBlock, g) + k % kStepsPerBlock * kTileK
+                            : ring_row(block_, g);
+    load_tensor_3d(StageRing::operand_a(smem, stage), a_, full, 0, row, wgrad ? column_a_ : k,
+                   policy_);
+    const bool recompute = phase_ == kPhaseRecompute;
+    load_tensor_3d(StageRing::operand_b(smem, stage), b_, full, recompute ? k * kTileK : 0,
+                   recompute ? column_b_
+                   : wgrad   ? row
+                             : k * kTileK,
+                   recompute ? 0 : column_b_, CachePolicy::kNormal);
   }
 
  private:
-  const Task& task_;
-  const Geometry& g_;
-  WgradTile tile_;
+  int32_t phase_;
+  CachePolicy policy_;
   const CUtensorMap* a_;
   const CUtensorMap* b_;
-  int32_t first_block_ = 0;
+  int32_t block_;         // the first one
+  int32_t column_a_ = 0;  // in column blocks
+  int32_t column_b_;
 };
 
 // Pre-activations of the tile, a chunk of columns to a stage.
@@ -169,9 +190,7 @@ MOK_DEVICE bool load_chunks(const Task& task, const BackwardParams& p, const Bac
   const int32_t row = saved ? task.block * kTileM : ring_row(task.block, g);
   const int32_t halves = task.rows > kWarpgroupRows ? 2 : 1;
   for (int32_t c = 0; c < num_chunks(task, g); ++c) {
-    if (!wait_barrier(StageRing::empty(smem, stage.slot), stage.parity, p.dog, kWaitStageEmpty)) {
-      return false;
-    }
+    if (!StageRing::wait_empty(smem, stage, p.dog)) return false;
     const uint32_t full = StageRing::full(smem, stage.slot);
     const int32_t column = task.tile * kTileN + c * kBoxColumns;
     barrier_expect(full, halves * 2 * kBoxBytes);
@@ -190,11 +209,24 @@ MOK_DEVICE bool load_chunks(const Task& task, const BackwardParams& p, const Bac
 MOK_DEVICE void load_role(const BackwardParams& p, const BackwardMaps& maps, uint32_t smem) {
   StageCursor stage(1);
   RingCursor<kTaskSlots> slot(1);
-  uint32_t* tickets = &p.local.state->counters.task_ticket;
   BackwardOrder order(p);
-  NextTask next(atomicAdd(tickets, 1u), order, p);
+  OperandLoads loads;
+  Task task{kNoTask};
+  int32_t steps = 0;
   while (true) {
-    const Task task = next.task;
+    const uint32_t ticket = atomicAdd(&p.local.state->counters.task_ticket, 1u);
+    NextTask next;
+    for (int32_t k = 0; k < max(steps, 1); ++k) {
+      if (k < steps) {
+        if (!StageRing::wait_empty(smem, stage, p.dog)) return;
+        loads.load(k, smem, stage.slot, p.geometry);
+        stage.advance();
+      }
+      // Here the math warps are busy with the end of the tile before, and all stages are filled.
+      if (k == look_ahead_step(steps)) next = NextTask(ticket, order, p);
+    }
+    if (task.phase == MOK_PHASE_FC1 && !load_chunks(task, p, maps, smem, stage)) return;
+    task = next.task;
     if (!TaskRing::publish(smem, task, slot, p.dog) || task.phase == kNoTask) return;
     if (!next.ready) {
       const Readiness flag = task_readiness(task, p);
@@ -202,21 +234,8 @@ MOK_DEVICE void load_role(const BackwardParams& p, const BackwardMaps& maps, uin
       const WaitSite site = rows ? kWaitRows : kWaitGrads;
       if (!wait_loadable(flag.counter, flag.target, p.dog, site, task.block)) return;
     }
-    const uint32_t ticket = atomicAdd(tickets, 1u);
-    const OperandLoads loads(task, p, maps);
-    const int32_t steps = k_steps(task, p);
-    for (int32_t k = 0; k < steps; ++k) {
-      if (!wait_barrier(StageRing::empty(smem, stage.slot), stage.parity, p.dog, kWaitStageEmpty)) {
-        return;
-      }
-      loads.load(k, StageRing::operand_a(smem, stage.slot), StageRing::operand_b(smem, stage.slot),
-                 StageRing::full(smem, stage.slot));
-      stage.advance();
-      // Here the math warps are busy with the end of the tile before, and all stages are filled.
-      if (k == min(kStages, steps) - 1) next = NextTask(ticket, order, p);
-    }
-    if (steps == 0) next = NextTask(ticket, order, p);
-    if (task.phase == MOK_PHASE_FC1 && !load_chunks(task, p, maps, smem, stage)) return;
+    loads = OperandLoads(task, p, maps);
+    steps = k_steps(task, p);
   }
 }
 
@@ -226,7 +245,7 @@ MOK_DEVICE void load_role(const BackwardParams& p, const BackwardMaps& maps, uin
 class MathRole {
  public:
   MOK_DEVICE MathRole(const BackwardParams& p, uint32_t smem, int32_t warpgroup)
-      : p_(p), smem_(smem), warpgroup_(warpgroup), half_(smem, warpgroup) {}
+      : p_(p), smem_(smem), warpgroup_(warpgroup) {}
 
   MOK_DEVICE void run() {
     RingCursor<kTaskSlots> slot(0);
@@ -242,25 +261,24 @@ class MathRole {
                                               stage_, p_.dog);
           if (has_rows) stage_accumulators<SwizzledBoxes>(acc);
           break;
-        case MOK_PHASE_FC1: {
-          GradRows rows = grad_rows(task);
-          multiply_tile<Major::kK, Major::kMN>(acc, k_steps(task, p_), has_rows, smem_, warpgroup_,
-                                               stage_, p_.dog);
-          swiglu_grad(acc, task, rows, has_rows);
-          break;
-        }
-        case MOK_PHASE_FC2:
-          multiply_tile<Major::kK, Major::kMN>(acc, k_steps(task, p_), has_rows, smem_, warpgroup_,
-                                               stage_, p_.dog);
-          if (has_rows) stage_accumulators<LinearRows>(acc);
+        case MOK_PHASE_WGRAD:
+          wgrad(acc, task);
           break;
         default:
-          wgrad(acc, task);
+          multiply_tile<Major::kK, Major::kMN>(acc, k_steps(task, p_), has_rows, smem_, warpgroup_,
+                                               stage_, p_.dog);
+          if (task.phase == MOK_PHASE_FC1) {
+            swiglu_grad(acc, task, has_rows);
+          } else if (has_rows) {
+            stage_accumulators<LinearRows>(acc);
+          }
       }
     }
   }
 
  private:
+  MOK_DEVICE StagingHalf half() const { return StagingHalf(smem_, warpgroup_); }
+
   template <typename Layout>
   MOK_DEVICE void stage_accumulators(const float (&acc)[128]) {
     if (slices_pending_) {  // copies out of the staging tile by this warpgroup
@@ -268,7 +286,7 @@ class MathRole {
       sync_threads(1 + warpgroup_, 32 * kMathWarps / kMathWarpgroups);
       slices_pending_ = false;
     }
-    stage_tile<Layout, kTileN>(half_, staging_, p_.dog, PlainPairs{acc});
+    stage_tile<Layout, kTileN>(half(), staging_, p_.dog, PlainPairs{acc});
   }
 
   MOK_DEVICE GradRows grad_rows(const Task& task) const {
@@ -277,33 +295,28 @@ class MathRole {
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
       const int32_t row = accumulator_row(h);
-      rows.valid[h] = row < task.rows;
-      rows.prob[h] = rows.valid[h] ? table[row].prob : 0.0f;
+      rows.prob[h] = row < task.rows ? table[row].prob : 0.0f;
     }
     return rows;
   }
 
-  MOK_DEVICE void swiglu_grad(const float (&acc)[128], const Task& task, GradRows& rows,
-                              bool has_rows) {
+  MOK_DEVICE void swiglu_grad(float (&acc)[128], const Task& task, bool has_rows) {
+    GradRows rows = grad_rows(task);
     const int32_t chunks = num_chunks(task, p_.geometry);
-    const auto chunk = [&]<int32_t kChunk>() {
-      if (kChunk >= chunks) return;
-      wait_barrier(StageRing::full(smem_, stage_.slot), stage_.parity, p_.dog, kWaitStageFull);
+#pragma unroll 1
+    for (int32_t c = 0; c < chunks; ++c) {
+      math_wait_barrier(StageRing::full(smem_, stage_.slot), stage_.parity, p_.dog);
       if (has_rows) {
-        swiglu_grad_chunk<kChunk>(acc, rows,
-                                  chunk_half(StageRing::operand_a(smem_, stage_.slot), warpgroup_));
-        if (kChunk == chunks - 1) write_prob_parts(task, rows);
+        move_chunk_to_front(acc, c);
+        swiglu_grad_chunk(acc, rows,
+                          chunk_half(StageRing::operand_a(smem_, stage_.slot), warpgroup_));
+        if (c == chunks - 1) write_prob_parts(task, rows);
         fence_proxy_shared();
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0) barrier_arrive(StageRing::chunk_done(smem_, stage_.slot));
       stage_.advance();
-    };
-    chunk.template operator()<0>();
-    chunk.template operator()<1>();
-    chunk.template operator()<2>();
-    chunk.template operator()<3>();
-    static_assert(kChunksPerTile == 4, "one call each");
+    }
   }
 
   // This tile's part of the gradients of the rows' probs.
@@ -333,7 +346,8 @@ class MathRole {
     if (threadIdx.x == 0) release_add(p_.local.group_released + task.group, 1);
     if (cut.index > 0) {
       const uint32_t before = cut.index * p_.geometry.wgrad_tiles() * kMathWarps;
-      wait_counter(p_.local.cuts_added + task.expert, before, p_.dog, kWaitCut, task.expert);
+      const uint32_t* added = p_.local.cuts_added + task.expert;
+      math_wait_until([=] { return load_relaxed(added) >= before; }, p_.dog);
       acquire_for_copies();
     }
     if (tile.wanted) write_grad(acc, task, tile, p_.accumulate || cut.index > 0);
@@ -348,22 +362,17 @@ class MathRole {
                              bool add) {
     const int32_t warp = threadIdx.x / 32;
     const CUtensorMap* map = (tile.fc1 ? p_.fc1_grad_maps : p_.fc2_grad_maps) + task.expert;
-    const uint32_t buffers = half_.data + warp % 4 * kSliceBuffers * kSliceBytes;
+    const uint32_t buffers = half().data + warp % 4 * kSliceBuffers * kSliceBytes;
     // The store warp may still copy the tile that was staged last.
-    wait_barrier(half_.free, staging_.parity, p_.dog, kWaitStagingFree);
+    math_wait_barrier(half().free, staging_.parity, p_.dog);
     const int32_t row = tile.row * kTileM + warp * 16;
-    if (add) {
-      write_grad_rows<true>(acc, map, buffers, row, tile.column * kTileN);
-    } else {
-      write_grad_rows<false>(acc, map, buffers, row, tile.column * kTileN);
-    }
+    write_grad_rows(acc, map, buffers, row, tile.column * kTileN, add);
     slices_pending_ = true;
   }
 
   const BackwardParams& p_;
   const uint32_t smem_;
   const int32_t warpgroup_;
-  const StagingHalf half_;
   StageCursor stage_{0};
   RingCursor<1> staging_{1};
   bool slices_pending_ = false;
@@ -510,7 +519,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   wait_bulk_done();
-  if (load_relaxed(p.dog.abort) != 0) drain_after_abort();
+  end_kernel(p);
 }
 
 // Block y zeroes one gradient if its expert has no rows.

@@ -55,7 +55,8 @@ struct RefusedCall {
 };
 
 struct Watchdog {
-  uint32_t* abort;  // own PeerFlags.abort
+  uint32_t* abort;        // own PeerFlags.abort
+  uint64_t* failed_wait;  // CallState.failed_wait
   uint32_t* peer_abort[MOK_MAX_RANKS];
   Fault* fault;
   int32_t rank;
@@ -87,8 +88,9 @@ struct CallState {
   uint32_t epoch;  // number of this call; kept in device memory so that CUDA graphs can be replayed
   int32_t num_blocks;
   int32_t num_groups;
-  int32_t refused;     // 1: some rank refuses this call, so its kernels do nothing
-  uint32_t bad_route;  // ~index of this rank's first expert id out of range, 0: there is none
+  int32_t refused;       // 1: some rank refuses this call, so its kernels do nothing
+  uint64_t failed_wait;  // see sync.cuh; the workspace is poisoned if not 0
+  uint32_t bad_route;    // ~index of this rank's first expert id out of range, 0: there is none
   // Zeroed at the start of every call.
   struct Counters {
     uint32_t task_ticket;

@@ -40,6 +40,7 @@ MOK_DEVICE bool await_peers(const CallParams& p, DoneFlags flags, WaitSite site)
     };
     ok = wait_until(done, p.dog, site, r, p.dog.inner_wait_ns);
   }
+  if (!ok) settle_failure(p.dog);
   acquire_fence();
   return __all_sync(~0u, ok);
 }

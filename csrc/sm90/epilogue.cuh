@@ -51,7 +51,7 @@ struct SwizzledBoxes {
 template <typename Layout, int32_t kColumns, typename Pair>
 MOK_DEVICE void stage_tile(const StagingHalf& half, RingCursor<1>& cursor, const Watchdog& dog,
                            Pair pair) {
-  wait_barrier(half.free, cursor.parity, dog, kWaitStagingFree);
+  math_wait_barrier(half.free, cursor.parity, dog);
   cursor.advance();
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t first_row = threadIdx.x / 32 % 4 * 16 + lane % 8;

@@ -31,6 +31,7 @@ struct NextTask {
   Task task;
   bool ready;  // its left operand may be loaded
 
+  NextTask() = default;
   MOK_DEVICE NextTask(uint32_t ticket, ForwardOrder& order, const ForwardParams& p)
       : task(order.decode(static_cast<int32_t>(ticket), p.geometry)), ready(false) {
     if (task.phase == kNoTask) return;
@@ -41,14 +42,67 @@ struct NextTask {
   }
 };
 
+// Both operands of a task, K step by K step.
+class OperandLoads {
+ public:
+  OperandLoads() = default;
+  MOK_DEVICE OperandLoads(const Task& task, const ForwardParams& p, const ForwardMaps& maps)
+      : fc1_(task.phase == MOK_PHASE_FC1), tile_(task.tile) {
+    const Geometry& g = p.geometry;
+    // A block of few rows leaves the second warpgroup idle; its rows need not be loaded.
+    const bool half = task.rows <= kWarpgroupRows;
+    bytes_ = half ? kStageBytes - kOperandABytes / 2 : kStageBytes;
+    if (fc1_) {
+      a_ = half ? &maps.half_rows : &maps.rows;
+      b_ = p.fc1_maps + task.expert;
+      row_ = task.block % g.row_ring_blocks * kTileM;
+    } else {
+      a_ = half ? &maps.half_activations : &maps.activations;
+      b_ = p.fc2_maps + task.expert;
+      row_ = task.block % g.activation_ring_blocks * kTileM;
+    }
+  }
+
+  MOK_DEVICE void load(int32_t k, uint32_t smem, uint32_t stage) const {
+    const uint32_t full = StageRing::full(smem, stage);
+    const uint32_t b = StageRing::operand_b(smem, stage);
+    barrier_expect(full, bytes_);
+    load_tensor_2d(StageRing::operand_a(smem, stage), a_, full, k * kTileK, row_,
+                   CachePolicy::kEvictLast);
+    if (fc1_) {
+      load_tensor_3d(b, b_, full, k * kTileK, tile_ * kTileF, 0, CachePolicy::kNormal);
+    } else {
+      load_tensor_2d(b, b_, full, k * kTileK, tile_ * kTileN, CachePolicy::kNormal);
+    }
+  }
+
+ private:
+  bool fc1_;
+  int32_t tile_;
+  uint32_t bytes_;
+  const CUtensorMap* a_;
+  const CUtensorMap* b_;
+  int32_t row_;
+};
+
 MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint32_t smem) {
-  const Geometry& g = p.geometry;
   StageCursor stage(1);
   RingCursor<kTaskSlots> slot(1);
-  uint32_t* tickets = &p.local.state->counters.task_ticket;
   ForwardOrder order(p);
-  NextTask next(atomicAdd(tickets, 1u), order, p);
+  OperandLoads loads;
+  int32_t steps = 0;  // of the task; at first there is none
   while (true) {
+    const uint32_t ticket = atomicAdd(&p.local.state->counters.task_ticket, 1u);
+    NextTask next;
+    for (int32_t k = 0; k < max(steps, 1); ++k) {
+      if (k < steps) {
+        if (!StageRing::wait_empty(smem, stage, p.dog)) return;
+        loads.load(k, smem, stage.slot);
+        stage.advance();
+      }
+      // Here the math warps are busy with the end of the tile before, and all stages are filled.
+      if (k == look_ahead_step(steps)) next = NextTask(ticket, order, p);
+    }
     const Task task = next.task;
     if (!TaskRing::publish(smem, task, slot, p.dog) || task.phase == kNoTask) return;
     if (!next.ready) {
@@ -56,35 +110,8 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
       const WaitSite site = task.phase == MOK_PHASE_FC1 ? kWaitRows : kWaitActivations;
       if (!wait_loadable(flag.counter, flag.target, p.dog, site, task.block)) return;
     }
-    const uint32_t ticket = atomicAdd(tickets, 1u);
-    const bool fc1 = task.phase == MOK_PHASE_FC1;
-    // A block of few rows leaves the second warpgroup idle; its rows need not be loaded.
-    const bool half = task.rows <= kWarpgroupRows;
-    const uint32_t bytes = half ? kStageBytes - kOperandABytes / 2 : kStageBytes;
-    const CUtensorMap* map_a = fc1 ? (half ? &maps.half_rows : &maps.rows)
-                                   : (half ? &maps.half_activations : &maps.activations);
-    const CUtensorMap* map_b = (fc1 ? p.fc1_maps : p.fc2_maps) + task.expert;
-    const int32_t row = task.block % (fc1 ? g.row_ring_blocks : g.activation_ring_blocks) * kTileM;
-    const int32_t steps = k_steps(task.phase, g);
-    for (int32_t k = 0; k < steps; ++k) {
-      if (!wait_barrier(StageRing::empty(smem, stage.slot), stage.parity, p.dog, kWaitStageEmpty)) {
-        return;
-      }
-      const uint32_t full = StageRing::full(smem, stage.slot);
-      barrier_expect(full, bytes);
-      load_tensor_2d(StageRing::operand_a(smem, stage.slot), map_a, full, k * kTileK, row,
-                     CachePolicy::kEvictLast);
-      if (fc1) {
-        load_tensor_3d(StageRing::operand_b(smem, stage.slot), map_b, full, k * kTileK,
-                       task.tile * kTileF, 0, CachePolicy::kNormal);
-      } else {
-        load_tensor_2d(StageRing::operand_b(smem, stage.slot), map_b, full, k * kTileK,
-                       task.tile * kTileN, CachePolicy::kNormal);
-      }
-      stage.advance();
-      // Here the math warps are busy with the end of the tile before, and all stages are filled.
-      if (k == min(kStages, steps) - 1) next = NextTask(ticket, order, p);
-    }
+    loads = OperandLoads(task, p, maps);
+    steps = k_steps(task.phase, p.geometry);
   }
 }
 
@@ -215,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     wait_bulk_done();
   }
-  if (load_relaxed(p.dog.abort) != 0) drain_after_abort();
+  end_kernel(p);
 }
 
 }  // namespace

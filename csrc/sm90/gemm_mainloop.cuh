@@ -30,6 +30,10 @@ struct StageRing {
   MOK_DEVICE static uint32_t empty(uint32_t smem, uint32_t stage) {
     return smem + SharedPlan::kStageEmpty + stage * 8;
   }
+  MOK_DEVICE static bool wait_empty(uint32_t smem, const RingCursor<kStages>& cursor,
+                                    const Watchdog& dog) {
+    return wait_barrier(empty(smem, cursor.slot), cursor.parity, dog, kWaitStageEmpty);
+  }
   // The math warps have put results into a stage that holds a chunk; the store warp empties it.
   MOK_DEVICE static uint32_t chunk_done(uint32_t smem, uint32_t stage) {
     return smem + SharedPlan::kChunkDone + stage * 8;
@@ -60,7 +64,7 @@ MOK_DEVICE constexpr uint64_t descriptor_step(Major major) {
 template <Major kMajorA, Major kMajorB, bool kFirst>
 MOK_DEVICE uint32_t multiply_step(float (&acc)[128], uint32_t smem, int32_t warpgroup,
                                   StageCursor& cursor, const Watchdog& dog) {
-  wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog, kWaitStageFull);
+  math_wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog);
   // Without this the compiler moves every descriptor into uniform registers between multiplies.
   const uint32_t stage = warp_uniform(cursor.slot);
   const uint64_t a = operand_descriptor<kMajorA>(StageRing::operand_a(smem, stage) +
@@ -94,7 +98,7 @@ MOK_DEVICE void multiply_tile(float (&acc)[128], int32_t k_steps, bool has_rows,
   const bool leader = threadIdx.x % 32 == 0;
   if (!has_rows) {
     for (int32_t k = 0; k < k_steps; ++k) {
-      wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog, kWaitStageFull);
+      math_wait_barrier(StageRing::full(smem, cursor.slot), cursor.parity, dog);
       if (leader) barrier_arrive(StageRing::empty(smem, cursor.slot));
       cursor.advance();
     }

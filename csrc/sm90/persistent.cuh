@@ -23,6 +23,15 @@ MOK_DEVICE bool begin_kernel(const CallParams& p, uint32_t smem) {
   return rows_have_arrived(p);
 }
 
+// By every thread after its role. A CTA that gave up must not leave while copies into its shared
+// memory are in flight.
+MOK_DEVICE void end_kernel(const CallParams& p) {
+  settle_failure(p.dog);
+  if (load_relaxed(p.dog.abort) == 0) return;
+  const uint64_t start = global_nanoseconds();
+  while (global_nanoseconds() - start < 100'000) __nanosleep(1000);
+}
+
 // Maps of weights and gradients are in global memory, where the host may have replaced them since
 // the last call.
 MOK_DEVICE void acquire_tensor_maps(const CUtensorMap* maps, int32_t count) {
@@ -37,6 +46,11 @@ struct Readiness {
   const uint32_t* counter;
   uint32_t target;
 };
+
+// The step of a task of `steps` K steps at which the load warp looks up the next task: all stages
+// are filled, and the math warps are still at the end of the task before. Step 0 where there are
+// none. Written so that the look-up is compiled in one place only.
+MOK_DEVICE int32_t look_ahead_step(int32_t steps) { return max(min(kStages, steps), 1) - 1; }
 
 template <typename Params, typename Maps>
 cudaError_t launch_persistent(void (*kernel)(Params, Maps), const Params& params, const Maps& maps,

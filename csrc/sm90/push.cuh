@@ -47,9 +47,10 @@ MOK_DEVICE bool push_rows(const Task& task, const CallParams& p, const StagedTil
   const int32_t lane = threadIdx.x % 32;
   const int64_t row_bytes = int64_t{g.hidden} * 2;
   const int32_t bytes = min(kTileN, g.hidden - task.tile * kTileN) * 2;
-  uint64_t slot[kTileM / 32];  // of rows lane, lane + 32, ...
+  constexpr int32_t kQuarters = kTileM / 32;
+  uint64_t slot[kQuarters];  // of rows lane, lane + 32, ...
 #pragma unroll
-  for (int32_t i = 0; i < kTileM / 32; ++i) {
+  for (int32_t i = 0; i < kQuarters; ++i) {
     const int32_t r = i * 32 + lane;
     if (r >= task.rows) continue;
     const MokRow row = p.peers.rows[g.rank][int64_t{task.block} * kBlockRows + r];
@@ -58,12 +59,12 @@ MOK_DEVICE bool push_rows(const Task& task, const CallParams& p, const StagedTil
         task.tile * kTileN * 2);
   }
   const bool ok = staged.drain(p.dog, [&](int32_t h, uint32_t data) {
-#pragma unroll
+#pragma unroll 1
     for (int32_t i = 0; i < kWarpgroupRows / 32; ++i) {
-      const int32_t first = h * kWarpgroupRows + i * 32;
-      const int32_t rows = min(32, task.rows - first);
+      const int32_t rows = min(32, task.rows - h * kWarpgroupRows - i * 32);
       const uint32_t source = data + i * 32 * kStagingPitch + lane * 16;
       constexpr int32_t kBatch = 8;
+#pragma unroll 1
       for (int32_t r = 0; r < rows; r += kBatch) {
         uint4 v[kBatch];
 #pragma unroll
@@ -72,10 +73,12 @@ MOK_DEVICE bool push_rows(const Task& task, const CallParams& p, const StagedTil
         }
 #pragma unroll
         for (int32_t j = 0; j < kBatch; ++j) {
-          const uint64_t to = __shfl_sync(~0u, slot[first / 32], r + j) + lane * 16;
+          const uint64_t to = __shfl_sync(~0u, slot[0], r + j) + lane * 16;
           if (r + j < rows && lane * 16 < bytes) *reinterpret_cast<uint4*>(to) = v[j];
         }
       }
+#pragma unroll
+      for (int32_t q = 0; q + 1 < kQuarters; ++q) slot[q] = slot[q + 1];  // without unrolling i
     }
   });
   fence_proxy_global();

@@ -18,9 +18,8 @@ struct StagedTile {
   template <typename CopyHalf>
   MOK_DEVICE bool drain(const Watchdog& dog, CopyHalf copy_half) const {
     const int32_t lane = threadIdx.x % 32;
-#pragma unroll
-    for (int32_t h = 0; h < kMathWarpgroups; ++h) {
-      if (h == halves) break;
+#pragma unroll 1
+    for (int32_t h = 0; h < halves; ++h) {
       const StagingHalf half(smem, h);
       if (!wait_barrier(half.full, full_parity >> h & 1, dog, kWaitStagingFull)) return false;
       full_parity ^= 1u << h;

@@ -42,14 +42,34 @@ struct SwiGluGrad {
 
 // The rows lane / 4 and lane / 4 + 8 of a warp's 16.
 struct GradRows {
-  float prob[2];
-  bool valid[2];            // not padding; padding rows yield zeros
+  float prob[2];            // 0 of padding, of which all else is 0, too
   float grad_prob[2] = {};  // sums over the thread's columns, in order
 };
 
-// Chunk kChunk of the accumulators: replaces gate and up in the half chunk at `half` by their
+// Moves a chunk of the accumulators to the first one's place, so that the code for one chunk serves
+// all: four copies of it would not fit the instruction cache.
+MOK_DEVICE void move_chunk_to_front(float (&acc)[128], int32_t chunk) {
+  switch (chunk) {
+    case 1:
+#pragma unroll
+      for (int32_t i = 0; i < 32; ++i) acc[i] = acc[32 + i];
+      break;
+    case 2:
+#pragma unroll
+      for (int32_t i = 0; i < 32; ++i) acc[i] = acc[64 + i];
+      break;
+    case 3:
+#pragma unroll
+      for (int32_t i = 0; i < 32; ++i) acc[i] = acc[96 + i];
+      break;
+    default:
+      break;
+  }
+}
+static_assert(kChunksPerTile == 4 && kBoxColumns / 2 == 32, "accumulators of a chunk");
+
+// The first chunk of the accumulators: replaces gate and up in the half chunk at `half` by their
 // gradients and writes the activations beside them.
-template <int32_t kChunk>
 MOK_DEVICE void swiglu_grad_chunk(const float (&acc)[128], GradRows& rows, uint32_t half) {
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t first_row = threadIdx.x / 32 % 4 * 16 + lane % 8;
@@ -65,9 +85,8 @@ MOK_DEVICE void swiglu_grad_chunk(const float (&acc)[128], GradRows& rows, uint3
       uint32_t grad_gate[4], grad_up[4], activation[4];
 #pragma unroll
       for (int32_t m = 0; m < 4; ++m) {
-        const int32_t i = 4 * (kChunk * 8 + j + m) + 2 * h;
-        const uint32_t x = rows.valid[h] ? gate[m] : 0;
-        const uint32_t u = rows.valid[h] ? up[m] : 0;
+        const int32_t i = 4 * (j + m) + 2 * h;
+        const uint32_t x = gate[m], u = up[m];
         const float2 s = sigmoid2(bf16_low(x), bf16_high(x));
         const SwiGluGrad low(bf16_low(x), s.x, bf16_low(u), acc[i], rows.prob[h],
                              rows.grad_prob[h]);

@@ -77,6 +77,13 @@ MOK_DEVICE void finish_bulk_stores() {
 
 // ---- Bounded waits -----------------------------------------------------------------------------
 
+// Watchdog.failed_wait: the first wait of this rank that failed; 0 if none has.
+constexpr uint64_t kToldToAbort = uint64_t{1} << 40;  // by a peer, or another wait
+MOK_DEVICE uint64_t pack_failed_wait(WaitSite site, int32_t detail, bool told) {
+  return uint64_t{static_cast<uint32_t>(site)} << 32 | (told ? kToldToAbort : 0) |
+         static_cast<uint32_t>(detail);
+}
+
 // Writes the failure of this rank where the host finds it; by one thread in the life of a
 // workspace.
 MOK_DEVICE void record_fault(const Watchdog& dog, WaitSite site, int32_t detail, int32_t by) {
@@ -91,7 +98,8 @@ MOK_DEVICE void record_fault(const Watchdog& dog, WaitSite site, int32_t detail,
 MOK_DEVICE void raise_abort(const Watchdog& dog, WaitSite site, int32_t detail) {
   if (atomicCAS_system(dog.abort, 0u, 1u + dog.rank) != 0) return;
   record_fault(dog, site, detail, dog.rank);
-  for (int32_t r = 0; r < dog.num_ranks; ++r) {
+#pragma unroll 1
+  for (int32_t r = dog.num_ranks - 1; r >= 0; --r) {
     atomicCAS_system(dog.peer_abort[r], 0u, 1u + dog.rank);
   }
 }
@@ -109,34 +117,66 @@ MOK_DEVICE bool aborted(const Watchdog& dog, WaitSite site, int32_t detail) {
   return true;
 }
 
-// Whether a wait must end: some rank has given up, or the time is up, which is then recorded.
+// Whether a wait must end: some rank has given up, or the time is up. Notes where it stood and
+// leaves the rest to settle_failure: waits are everywhere, and what a kernel runs all the time must
+// fit the instruction cache. (A call in the kernel would cost the multiplies their registers.)
 class Deadline {
  public:
   // Looks every 16th call, for this costs a trip to memory.
   MOK_DEVICE bool passed(const Watchdog& dog, WaitSite site, int32_t detail, uint64_t limit_ns) {
     if (++polls_ % 16 != 0) return false;
-    if (aborted(dog, site, detail)) return true;
-    const uint64_t now = global_nanoseconds();
-    if (start_ == 0) start_ = now;
-    if (now - start_ <= limit_ns) return false;
-    raise_abort(dog, site, detail);
+    const bool told = load_relaxed(dog.abort) != 0;
+    if (!told) {
+      const auto now = static_cast<uint32_t>(global_nanoseconds() >> kTickShift);
+      if (polls_ == 16) start_ = now;
+      if (now - start_ <= limit_ns >> kTickShift) return false;
+    }
+    atomicCAS(reinterpret_cast<unsigned long long*>(dog.failed_wait), 0ull,
+              pack_failed_wait(site, detail, told));
     return true;
   }
 
  private:
+  static constexpr int32_t kTickShift = 20;  // about a millisecond; registers are scarce here
+
   uint32_t polls_ = 0;
-  uint64_t start_ = 0;
+  uint32_t start_ = 0;  // in ticks
 };
+
+// By every thread of a kernel that waits, after its role: if a wait has failed, tells all ranks or,
+// if one of them told this rank, records where it stood.
+MOK_DEVICE void settle_failure(const Watchdog& dog) {
+  const uint64_t failed = load_relaxed(dog.failed_wait);
+  if (failed == 0) return;
+  const auto site = static_cast<WaitSite>(failed >> 32 & 0xff);
+  const auto detail = static_cast<int32_t>(static_cast<uint32_t>(failed));
+  if ((failed & kToldToAbort) != 0) {
+    aborted(dog, site, detail);
+  } else {
+    raise_abort(dog, site, detail);
+  }
+}
 
 // Polls `ready` until it holds. False when the deadline passes: the caller then leaves its role at
 // once, and so does every other role at its next wait.
 template <typename Ready>
 MOK_DEVICE bool wait_until(Ready ready, const Watchdog& dog, WaitSite site, int32_t detail,
                            uint64_t limit_ns) {
-  if (ready()) return true;
   Deadline deadline;
+#pragma unroll 1
   while (!ready()) {
     if (deadline.passed(dog, site, detail, limit_ns)) return false;
+  }
+  return true;
+}
+
+// The same for the math warps, in fewer instructions and without a deadline of its own: what they
+// wait for is the work of warps that have one.
+template <typename Ready>
+MOK_DEVICE bool math_wait_until(Ready ready, const Watchdog& dog) {
+#pragma unroll 1
+  for (uint32_t polls = 1; !ready(); ++polls) {
+    if (polls % 64 == 0 && load_relaxed(dog.abort) != 0) return false;
   }
   return true;
 }
@@ -159,6 +199,10 @@ MOK_DEVICE bool wait_barrier(uint32_t barrier, uint32_t parity, const Watchdog& 
                     dog.inner_wait_ns);
 }
 
+MOK_DEVICE bool math_wait_barrier(uint32_t barrier, uint32_t parity, const Watchdog& dog) {
+  return math_wait_until([=] { return barrier_try_wait(barrier, parity); }, dog);
+}
+
 // Waits until a local counter has reached `target`.
 MOK_DEVICE bool wait_counter(const uint32_t* counter, uint32_t target, const Watchdog& dog,
                              WaitSite site, int32_t detail) {
@@ -177,8 +221,12 @@ MOK_DEVICE bool wait_loadable(const uint32_t* counter, uint32_t target, const Wa
 // Waits for an epoch-stamped flag of a peer.
 MOK_DEVICE bool wait_epoch(const uint32_t* flag, uint32_t epoch, const Watchdog& dog, WaitSite site,
                            int32_t detail, uint64_t limit_ns) {
-  return wait_until([=] { return static_cast<int32_t>(load_relaxed(flag) - epoch) >= 0; }, dog,
-                    site, detail, limit_ns);
+  if (wait_until([=] { return static_cast<int32_t>(load_relaxed(flag) - epoch) >= 0; }, dog, site,
+                 detail, limit_ns)) {
+    return true;
+  }
+  settle_failure(dog);
+  return false;
 }
 
 // Waits until a rank has finished `steps` steps of this call.
@@ -187,12 +235,6 @@ MOK_DEVICE bool wait_progress(const uint64_t* word, uint32_t epoch, uint32_t ste
   const uint64_t target = progress_word(epoch, steps);
   return wait_until([=] { return load_relaxed(word) >= target; }, dog, site, detail,
                     dog.inner_wait_ns);
-}
-
-// A CTA that gave up must not leave while copies into its shared memory are in flight.
-MOK_DEVICE void drain_after_abort() {
-  const uint64_t start = global_nanoseconds();
-  while (global_nanoseconds() - start < 100'000) __nanosleep(1000);
 }
 
 // ---- Rings in shared memory --------------------------------------------------------------------

@@ -66,8 +66,8 @@ struct TaskRing {
 
   // By a whole warp. A wait that fails reads as the end of the tasks.
   MOK_DEVICE static Task next(uint32_t smem, RingCursor<kTaskSlots>& cursor, const Watchdog& dog) {
-    const bool ok = wait_barrier(smem + SharedPlan::kTaskFull + cursor.slot * 8, cursor.parity, dog,
-                                 kWaitTaskFull);
+    const bool ok =
+        math_wait_barrier(smem + SharedPlan::kTaskFull + cursor.slot * 8, cursor.parity, dog);
     int4 packed = load_shared_int4(smem + SharedPlan::kTasks + cursor.slot * 16);
     if (!ok) packed.x = kNoTask;
     const Task task = Task::unpack(packed);

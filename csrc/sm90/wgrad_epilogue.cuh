@@ -10,9 +10,8 @@ namespace mok::sm90 {
 
 // Writes the 16 rows of this warp, from row `first_row` and column `first_column` of the gradient.
 // `buffers`: this warp's, in shared memory. Copies out of them may be pending on return.
-template <bool kAdd>
 MOK_DEVICE void write_grad_rows(const float (&acc)[128], const CUtensorMap* map, uint32_t buffers,
-                                int32_t first_row, int32_t first_column) {
+                                int32_t first_row, int32_t first_column, bool add) {
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t row = lane / 4;
   const uint32_t line = row % 4 * 2 + row / 4;  // the order of rows in the map's boxes
@@ -35,7 +34,7 @@ MOK_DEVICE void write_grad_rows(const float (&acc)[128], const CUtensorMap* map,
     __syncwarp();
     if (elect_one()) {
       const int32_t column_block = first_column / kSliceColumns + s;
-      if (kAdd) {
+      if (add) {
         add_tensor_5d(map, buffer, first_row / 8, column_block);
       } else {
         store_tensor_5d(map, buffer, first_row / 8, column_block);

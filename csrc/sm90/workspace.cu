@@ -163,6 +163,7 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
     dog.peer_abort[r] = &peers.flags[r]->abort;
   }
   dog.abort = dog.peer_abort[shape.ep_rank];
+  dog.failed_wait = &local.state->failed_wait;
   dog.fault = faults.fault();
   dog.rank = shape.ep_rank;
   dog.num_ranks = shape.ep_size;

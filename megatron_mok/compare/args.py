@@ -1,5 +1,6 @@
 """A comparison's configuration as Megatron's command line."""
 
+import importlib.util
 from pathlib import Path
 
 from .config import CompareConfig
@@ -15,15 +16,13 @@ _FIXED = (
     "--no-save-rng",
 )
 
-_CUDA = ("--transformer-impl=transformer_engine",)
-
 
 def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
     """Megatron's arguments for every arm of `config`: all of them save the dispatcher's."""
     if config.device == "cpu":
         from megatron_mok.megatron.cpu_mode import MEGATRON_ARGS as device_args
     else:
-        device_args = _CUDA
+        device_args = _cuda_args()
     train, parallel = config.train, config.parallel
     args = [
         *_FIXED,
@@ -64,6 +63,14 @@ def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
     if train.recompute_modules:
         args += ["--recompute-modules", *train.recompute_modules]
     return args + list(config.megatron_args)
+
+
+def _cuda_args() -> list[str]:
+    args = ["--transformer-impl=transformer_engine"]
+    # Megatron's own linear layers, such as the output layer, take this kernel from APEX.
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        args.append("--no-gradient-accumulation-fusion")
+    return args
 
 
 def step0_save_args(folder: Path) -> list[str]:

@@ -69,14 +69,28 @@ def test_registers_fit_one_cta_of_384_threads_per_sm(forward):
     assert max(registers) == 168  # 65,536 / 384, rounded down to a multiple of 8
 
 
-def test_machine_code_uses_tensor_cores_and_tensor_copies(forward):
-    _, target = forward
+def machine_code(name, folder):
+    """SASS of <name>_kernel."""
+    _, target = compiled(name, folder)
     tool = disassembler()
     if tool is None:
         pytest.skip("no cuobjdump")
     sass = subprocess.run(
         [tool, "--dump-sass", str(target)], capture_output=True, text=True, timeout=120
     ).stdout
+    (kernel,) = [f for f in sass.split("Function : ")[1:] if f"{name}_kernel" in f.split()[0]]
+    return kernel
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_code_fits_the_instruction_cache(name, folder):
+    """At 280 KB the ends of tiles spent most of their time fetching instructions."""
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", machine_code(name, folder), re.MULTILINE)
+    assert 1000 < len(instructions) < 9000  # of 16 bytes
+
+
+def test_machine_code_uses_tensor_cores_and_tensor_copies(folder):
+    sass = machine_code("forward", folder)
     for instruction in ("HGMMA.64x256x16.F32.BF16", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in sass, instruction
     assert "LDL" not in sass, "local memory is used"
