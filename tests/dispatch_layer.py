@@ -1,5 +1,7 @@
 """A whole MoE layer of plain torch experts between `dispatch` and `combine`, for both engines."""
 
+from functools import partial
+
 import torch
 
 from megatron_mok.ops import combine, dispatch
@@ -26,12 +28,15 @@ def run_experts(rows_RH, probs_R, expert_rows_L, fc1, fc2):
     return torch.cat([done, rows_RH.new_zeros(len(rows_RH) - len(done), rows_RH.shape[1])])
 
 
-def compute(part, workspace):
-    sent = dispatch(part.hidden_TH, part.expert_ids_TK, part.probs_TK, workspace)
+def compute(part, workspace, capacity):
+    ids_TK = part.expert_ids_TK
+    room = None if capacity is None else capacity(workspace.ep_rank)
+    sent = dispatch(part.hidden_TH, ids_TK, part.probs_TK, workspace, capacity=room)
     done_RH = run_experts(sent.rows_RH, sent.probs_R, sent.expert_rows_L, part.fc1, part.fc2)
-    return combine(done_RH, part.expert_ids_TK, workspace)
+    return combine(done_RH, ids_TK, workspace)
 
 
-def run_dispatched_layer(layer, workspaces, cuts, device="cpu") -> Result:
-    """This layer, as `run_ranks_of_layer` says."""
-    return run_ranks_of_layer(layer, workspaces, cuts, device, compute)
+def run_dispatched_layer(layer, workspaces, cuts, device="cpu", capacity=None) -> Result:
+    """This layer, as `run_ranks_of_layer` says. capacity(rank): rows of each rank's buffer."""
+    body = partial(compute, capacity=capacity)
+    return run_ranks_of_layer(layer, workspaces, cuts, device, body)

@@ -1,6 +1,7 @@
 // The C ABI of the host engine: argument checks, and errors as status codes.
 #include <new>
 
+#include "../schedule/messages.h"
 #include "error.h"
 #include "ops.h"
 
@@ -69,11 +70,17 @@ std::string bad_saved(const MokSaved& saved) {
   return saved.rows > 0 ? missing({{"saved.preact", saved.preact}}) : "";
 }
 
-std::string too_small(int64_t capacity, const MokWorkspace& ws) {
+std::string too_small(int64_t row_capacity, const MokWorkspace& ws) {
   const int64_t needed = ws.max_blocks * mok::kBlockRows;
-  if (capacity >= needed) return "";
-  return "capacity is " + std::to_string(capacity) + " rows; the workspace needs " +
-         std::to_string(needed);
+  if (row_capacity >= needed) return "";
+  return "row_capacity is " + std::to_string(row_capacity) + "; the workspace needs room for " +
+         std::to_string(needed) + " rows";
+}
+
+// Of dispatch and combine; `rows` has room for so many.
+std::string bad_rows(int64_t capacity, const void* rows, const MokWorkspace& ws) {
+  const std::string problem = mok::bad_capacity_text(ws.max_blocks, capacity);
+  return problem.empty() && capacity > 0 ? missing({{"rows", rows}}) : problem;
 }
 
 std::string first_of(std::initializer_list<std::string> reasons) {
@@ -149,8 +156,8 @@ MokStatus mok_schedule(MokWorkspace* ws, MokScheduleArgs* args) {
 MokStatus mok_dispatch(MokWorkspace* ws, const MokDispatchArgs* args) {
   return guarded(ws, [&] {
     const std::string refusal = first_of(
-        {missing_tokens(args->routes, {{"hidden", args->hidden}}), too_small(args->capacity, *ws),
-         missing({{"rows", args->rows}, {"expert_rows", args->expert_rows}}),
+        {missing_tokens(args->routes, {{"hidden", args->hidden}}),
+         bad_rows(args->capacity, args->rows, *ws), missing({{"expert_rows", args->expert_rows}}),
          args->row_probs ? missing_tokens(args->routes, {{"routes.probs", args->routes.probs}})
                          : ""});
     mok::Call call(*ws, mok::Op::kDispatch, args->routes, args->hidden, nullptr, refusal);
@@ -161,10 +168,10 @@ MokStatus mok_dispatch(MokWorkspace* ws, const MokDispatchArgs* args) {
 MokStatus mok_combine(MokWorkspace* ws, const MokCombineArgs* args) {
   return guarded(ws, [&] {
     const std::string refusal = first_of(
-        {missing_tokens(args->routes, {{"output", args->output}}), too_small(args->capacity, *ws),
-         missing({{"rows", args->rows}}),
-         args->row_probs ? missing_tokens(args->routes, {{"route_probs", args->route_probs}})
-                         : ""});
+        {missing_tokens(args->routes, {{"output", args->output}}),
+         bad_rows(args->capacity, args->rows, *ws),
+         args->row_probs ? missing_tokens(args->routes, {{"route_probs", args->route_probs}}) : "",
+         args->route_probs && args->capacity > 0 ? missing({{"row_probs", args->row_probs}}) : ""});
     mok::Call call(*ws, mok::Op::kCombine, args->routes, nullptr, nullptr, refusal);
     mok::run_combine(call, *args);
   });

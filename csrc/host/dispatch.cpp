@@ -1,16 +1,27 @@
 // Dispatch and combine alone, and the schedule as data.
 #include <algorithm>
 
+#include "../schedule/messages.h"
 #include "ops.h"
 #include "rows.h"
 
 namespace mok {
 namespace {
 
+void require_room(const Call& call, int64_t capacity) {
+  const int64_t needed = call.num_blocks() * kBlockRows;
+  if (needed > capacity) {
+    // Peers are at work by now, so this is no refusal: they will miss this rank.
+    throw Error(MOK_ERR_SYSTEM, rank_text(call.ws.shape) + " got " + std::to_string(needed) +
+                                    " padded rows; there is room for " + std::to_string(capacity));
+  }
+}
+
 template <typename T>
 void dispatch(Call& call, const MokDispatchArgs& args) {
   const MokShape& s = call.ws.shape;
   T* out = static_cast<T*>(args.rows);
+  require_room(call, args.capacity);
   for (int32_t b = 0; b < call.num_blocks(); ++b) {
     const int64_t first = b * kBlockRows;
     const int32_t rows = call.rows_of_block(b);
@@ -32,6 +43,7 @@ template <typename T>
 void combine(Call& call, const MokCombineArgs& args) {
   const MokShape& s = call.ws.shape;
   const T* source = static_cast<const T*>(args.rows);
+  require_room(call, args.capacity);
   call.expect_parts(1);
   for (int32_t b = 0; b < call.num_blocks(); ++b) {
     for (int64_t i = b * kBlockRows, last = i + call.rows_of_block(b); i < last; ++i) {
@@ -48,7 +60,7 @@ void combine(Call& call, const MokCombineArgs& args) {
   for (; task.tile < reduce_tiles(call.routes); ++task.tile) {
     reduce_tokens<T>(call, task, static_cast<const T*>(args.addend), static_cast<T*>(args.output));
   }
-  if (!args.row_probs) return;
+  if (!args.route_probs) return;
   const float* values = call.ws.peer<float>(s.ep_rank, call.ws.layout.prob_slots);
   for (int64_t i = 0; i < int64_t{call.routes.tokens} * s.topk; ++i) {
     args.route_probs[i] = call.routes.expert_ids[i] < 0 ? 0.0f : values[i];

@@ -152,13 +152,18 @@ typedef struct MokBackwardArgs {
 } MokBackwardArgs;
 
 // Dispatch alone: rows arrive expert by expert, each expert's rows padded to whole blocks of zeros.
+//
+// `capacity` counts the rows that there is room for, a multiple of MOK_BLOCK_ROWS and at most
+// MokLayout.max_rows, which is always enough. A caller that knows how many routes its experts get
+// may give less. If it is too little, the host engine fails; the CUDA engine, which returns before
+// it could tell, touches no row beyond the capacity, and what depends on those rows is undefined.
 typedef struct MokDispatchArgs {
   MokRoutes routes;
   const void* hidden;    // [T, H]
-  void* rows;            // [capacity, H]
+  void* rows;            // [capacity, H]; NULL where the capacity is 0
   float* row_probs;      // [capacity], 0 in padding rows, or NULL: routes.probs may be NULL too
   int32_t* expert_rows;  // [L] rows of each local expert, without padding
-  int64_t capacity;      // at least MokLayout.max_rows; rows behind the last block are not written
+  int64_t capacity;      // rows behind the last block are not written
   void* stream;
 } MokDispatchArgs;
 
@@ -170,7 +175,7 @@ typedef struct MokCombineArgs {
   const void* addend;      // as in forward
   void* output;            // [T, H]
   const float* row_probs;  // [capacity] a value a row, brought back to its route; or NULL
-  float* route_probs;      // [T, K] those values, 0 where there is no route
+  float* route_probs;      // [T, K] those values, 0 where there is no route; NULL without them
   void* stream;
 } MokCombineArgs;
 

@@ -49,6 +49,14 @@ inline std::string bad_tokens_text(const MokShape& s, int32_t tokens) {
          std::to_string(s.max_tokens) + " (its max_tokens)";
 }
 
+// Of dispatch and combine, or "".
+inline std::string bad_capacity_text(int64_t max_blocks, int64_t capacity) {
+  const int64_t most = max_blocks * kBlockRows;
+  if (capacity >= 0 && capacity <= most && capacity % kBlockRows == 0) return "";
+  return "capacity is " + std::to_string(capacity) + " rows; it must be a multiple of " +
+         std::to_string(kBlockRows) + ", at most " + std::to_string(most);
+}
+
 // route: its position in the [T, K] expert ids.
 inline std::string bad_expert_text(const MokShape& s, int32_t expert, int64_t route) {
   return "expert id " + std::to_string(expert) + " at token " + std::to_string(route / s.topk) +

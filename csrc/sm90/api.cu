@@ -77,12 +77,11 @@ void require_probs(const MokRoutes& routes) {
   if (routes.tokens > 0) require_pointer(routes.probs, "routes.probs");
 }
 
-void check_capacity(const MokWorkspace& ws, int64_t capacity) {
-  const int64_t needed = int64_t{ws.geometry.max_blocks} * mok::kBlockRows;
-  if (capacity < needed) {
-    refuse("capacity is " + std::to_string(capacity) + " rows; the workspace needs " +
-           std::to_string(needed));
-  }
+// Of dispatch and combine; `rows` has room for so many.
+void check_rows(const MokWorkspace& ws, int64_t capacity, const void* rows) {
+  const std::string problem = mok::bad_capacity_text(ws.geometry.max_blocks, capacity);
+  if (!problem.empty()) refuse(problem);
+  if (capacity > 0) require_matrix(rows, "rows");
 }
 
 void check_weights(const MokWorkspace& ws, const MokWeights& weights) {
@@ -336,6 +335,7 @@ void run_dispatch(MokWorkspace& ws, const MokDispatchArgs& args) {
   const auto stream = static_cast<cudaStream_t>(args.stream);
   DispatchParams params{call_params(ws, args.routes)};
   stage_matrix(ws, params.peers.hidden, args.hidden, args.routes.tokens, stream);
+  params.capacity = static_cast<int32_t>(args.capacity / mok::kBlockRows);
   params.rows = static_cast<uint8_t*>(args.rows);
   params.row_probs = args.row_probs;
   params.expert_rows = args.expert_rows;
@@ -350,6 +350,7 @@ void run_combine(MokWorkspace& ws, const MokCombineArgs& args) {
   CombineParams params{call_params(ws, args.routes)};
   params.addend = static_cast<const uint8_t*>(args.addend);
   params.output = static_cast<uint8_t*>(args.output);
+  params.capacity = static_cast<int32_t>(args.capacity / mok::kBlockRows);
   params.rows = static_cast<const uint8_t*>(args.rows);
   params.row_probs = args.row_probs;
   params.grad_probs = args.route_probs;
@@ -409,7 +410,11 @@ MokStatus mok_check(MokWorkspace* ws) {
 MokStatus mok_schedule(MokWorkspace* ws, MokScheduleArgs* args) {
   const auto check = [&] {
     require_probs(args->routes);
-    check_capacity(*ws, args->row_capacity);
+    const int64_t needed = int64_t{ws->geometry.max_blocks} * mok::kBlockRows;
+    if (args->row_capacity < needed) {
+      refuse("row_capacity is " + std::to_string(args->row_capacity) +
+             "; the workspace needs room for " + std::to_string(needed) + " rows");
+    }
     require_pointer(args->counts, "counts");
     require_pointer(args->block_offsets, "block_offsets");
     require_pointer(args->rows, "rows");
@@ -422,8 +427,7 @@ MokStatus mok_schedule(MokWorkspace* ws, MokScheduleArgs* args) {
 MokStatus mok_dispatch(MokWorkspace* ws, const MokDispatchArgs* args) {
   const auto check = [&] {
     if (args->row_probs != nullptr) require_probs(args->routes);
-    check_capacity(*ws, args->capacity);
-    require_matrix(args->rows, "rows");
+    check_rows(*ws, args->capacity, args->rows);
     require_pointer(args->expert_rows, "expert_rows");
     if (args->routes.tokens > 0) require_matrix(args->hidden, "hidden");
   };
@@ -433,8 +437,10 @@ MokStatus mok_dispatch(MokWorkspace* ws, const MokDispatchArgs* args) {
 
 MokStatus mok_combine(MokWorkspace* ws, const MokCombineArgs* args) {
   const auto check = [&] {
-    check_capacity(*ws, args->capacity);
-    require_matrix(args->rows, "rows");
+    check_rows(*ws, args->capacity, args->rows);
+    if (args->route_probs != nullptr && args->capacity > 0) {
+      require_pointer(args->row_probs, "row_probs");
+    }
     if (args->routes.tokens == 0) return;
     require_matrix(args->output, "output");
     if (args->addend != nullptr) require_matrix(args->addend, "addend");

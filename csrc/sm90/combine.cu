@@ -34,7 +34,7 @@ MOK_DEVICE void push_piece(const CombineParams& p, const DispatchPiece& piece) {
 MOK_DEVICE void push_rows(const CombineParams& p) {
   bool last = nothing_to_do(p);
   for (DispatchPiece piece(p); piece.ticket >= 0; piece = DispatchPiece(p)) {
-    push_piece(p, piece);
+    if (piece.block() < p.capacity) push_piece(p, piece);
     if (is_last_piece(p)) last = true;
   }
   if (last) tell_peers(p, &PeerFlags::combine);
@@ -73,7 +73,8 @@ MOK_DEVICE void reduce_all(const CombineParams& p) {
     const ReduceItem next = claim_token(p);
     const int64_t slot = int64_t{item.token} * g.topk + lane;
     const int32_t routes = item.routes();
-    const int32_t row = lane < routes ? p.local.slot_row[slot] : -1;
+    int32_t row = lane < routes ? p.local.slot_row[slot] : -1;
+    if (row >= p.capacity * kBlockRows) row = -1;
     const uint8_t* at =
         row >= 0 ? p.rows + row * row_bytes : p.peers.slots[g.rank] + slot * row_bytes;
     const auto address = reinterpret_cast<uint64_t>(at);

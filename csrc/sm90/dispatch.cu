@@ -50,8 +50,10 @@ __global__ void __launch_bounds__(kCopyThreads, kCopyCtasPerSm)
   const PulledMatrix pulled[] = {{p.peers.hidden, p.rows}};
   bool last = nothing_to_do(p);
   for (DispatchPiece piece = claim_piece(p); piece.ticket >= 0; piece = claim_piece(p)) {
-    if (p.row_probs != nullptr) write_probs(p, piece);
-    piece.pull(p, g.max_blocks, pulled);
+    if (piece.block() < p.capacity) {
+      if (p.row_probs != nullptr) write_probs(p, piece);
+      piece.pull(p, g.max_blocks, pulled);
+    }
     if (is_last_piece(p)) last = true;
   }
   // When the kernel ends, peers have pulled what this rank staged, so the next call may stage.

@@ -10,17 +10,20 @@ struct MokWorkspace;
 
 namespace mok::sm90 {
 
+// Neither kernel touches rows of blocks beyond `capacity`, whether or not the call has such.
 struct DispatchParams : CallParams {
-  uint8_t* rows;         // [max_blocks * kBlockRows, H] BF16
-  float* row_probs;      // [max_blocks * kBlockRows] or NULL
+  int32_t capacity;      // row blocks
+  uint8_t* rows;         // [capacity * kBlockRows, H] BF16
+  float* row_probs;      // [capacity * kBlockRows] or NULL
   int32_t* expert_rows;  // [L]
 };
 cudaError_t launch_dispatch(const DispatchParams& params, int32_t ctas, cudaStream_t stream);
 
 // CallParams.grad_probs, where it is not NULL, takes row_probs.
 struct CombineParams : CallParams {
+  int32_t capacity;
   const uint8_t* rows;     // as dispatch writes them
-  const float* row_probs;  // [max_blocks * kBlockRows], or NULL
+  const float* row_probs;  // [capacity * kBlockRows], or NULL
 };
 cudaError_t launch_combine(const CombineParams& params, int32_t ctas, cudaStream_t stream);
 

@@ -5,7 +5,7 @@
     mok::combine            sum of each token's rows
     mok::combine_backward   its gradient: a dispatch
 
-Shapes: T tokens, K routes per token, H hidden, L local experts, R = `workspace.max_rows`. All are
+Shapes: T tokens, K routes per token, H hidden, L local experts, R rows of the buffer. All are
 collective over the workspace's EP group.
 """
 
@@ -40,6 +40,8 @@ def dispatch(
     expert_ids_TK: torch.Tensor,
     probs_TK: torch.Tensor,
     workspace: Workspace,
+    *,
+    capacity: int | None = None,
 ) -> Dispatched:
     """Brings each token to the ranks of its experts. Collective; no host synchronisation.
 
@@ -47,6 +49,10 @@ def dispatch(
         hidden_TH: [T, H], of the workspace's dtype.
         expert_ids_TK: [T, K] int32 ids in the whole EP group, in any order; -1 is no route.
         probs_TK: [T, K], any floating dtype; carried in FP32.
+        capacity: R, rows to make room for: a multiple of 128 (`abi.BLOCK_ROWS`), at least this
+            rank's padded rows. By default `workspace.max_rows`, which always is enough, and much
+            more than balanced routing needs. The CPU engine fails where it is too small. A GPU
+            cannot tell without waiting: there, rows beyond it are lost and all results undefined.
 
     Returns:
         Differentiable in hidden and probs; the gradient of hidden is summed over a token's rows in
@@ -58,7 +64,13 @@ def dispatch(
     """
     check_device("hidden", hidden_TH, workspace)
     return Dispatched(
-        *torch.ops.mok.dispatch(hidden_TH, expert_ids_TK, probs_TK.float(), workspace.handle)
+        *torch.ops.mok.dispatch(
+            hidden_TH,
+            expert_ids_TK,
+            probs_TK.float(),
+            workspace.handle,
+            workspace.max_rows if capacity is None else capacity,
+        )
     )
 
 
@@ -93,11 +105,13 @@ def _call_dispatch(
     source_TH: torch.Tensor,
     expert_ids_TK: torch.Tensor,
     probs_TK: torch.Tensor | None,
+    capacity: int,
 ) -> Dispatched:
     check_routes(ws, expert_ids_TK, probs_TK)
     tokens = expert_ids_TK.shape[0]
     check_tensor("hidden", source_TH, (tokens, ws.shape.hidden), ws.shape.dtype, ws.device)
-    out = Dispatched(*_dispatch_fake(source_TH, expert_ids_TK, probs_TK, ws.handle))
+    room = max(0, min(capacity, ws.max_rows))  # the engine refuses any other, with the peers
+    out = Dispatched(*_dispatch_fake(source_TH, expert_ids_TK, probs_TK, ws.handle, room))
     ws.call(
         "mok_dispatch",
         abi.MokDispatchArgs(
@@ -106,7 +120,7 @@ def _call_dispatch(
             rows=out.rows_RH.data_ptr(),
             row_probs=out.probs_R.data_ptr() if probs_TK is not None else None,
             expert_rows=out.expert_rows_L.data_ptr(),
-            capacity=ws.max_rows,
+            capacity=capacity,
             stream=ws.current_stream(),
         ),
     )
@@ -123,20 +137,20 @@ def _call_combine(
     check_routes(ws, expert_ids_TK, None)
     shape = ws.shape
     tokens = expert_ids_TK.shape[0]
-    check_tensor("rows", rows_RH, (ws.max_rows, shape.hidden), shape.dtype, ws.device)
+    check_tensor("rows", rows_RH, (None, shape.hidden), shape.dtype, ws.device)
     if addend_TH is not None:
         check_tensor("addend", addend_TH, (tokens, shape.hidden), shape.dtype, ws.device)
     output_TH = rows_RH.new_empty(tokens, shape.hidden)
     probs_TK = None
     if row_probs_R is not None:
-        check_tensor("row_probs", row_probs_R, (ws.max_rows,), torch.float32, ws.device)
+        check_tensor("row_probs", row_probs_R, rows_RH.shape[:1], torch.float32, ws.device)
         probs_TK = row_probs_R.new_empty(tokens, shape.topk)
     ws.call(
         "mok_combine",
         abi.MokCombineArgs(
             routes=abi.MokRoutes.of(expert_ids_TK),
             rows=rows_RH.data_ptr(),
-            capacity=ws.max_rows,
+            capacity=rows_RH.shape[0],
             addend=abi.pointer(addend_TH),
             output=output_TH.data_ptr(),
             row_probs=abi.pointer(row_probs_R),
@@ -148,17 +162,21 @@ def _call_combine(
 
 
 def _dispatch(
-    hidden: torch.Tensor, expert_ids: torch.Tensor, probs: torch.Tensor, workspace: int
+    hidden: torch.Tensor,
+    expert_ids: torch.Tensor,
+    probs: torch.Tensor,
+    workspace: int,
+    capacity: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = _call_dispatch(workspace_of(workspace), hidden, expert_ids, probs)
+    out = _call_dispatch(workspace_of(workspace), hidden, expert_ids, probs, capacity)
     return out.rows_RH, out.probs_R, out.expert_rows_L
 
 
-def _dispatch_fake(hidden, expert_ids, probs, workspace):
+def _dispatch_fake(hidden, expert_ids, probs, workspace, capacity):
     ws = workspace_of(workspace)
     return (
-        hidden.new_empty(ws.max_rows, ws.shape.hidden),
-        hidden.new_empty(ws.max_rows, dtype=torch.float32),
+        hidden.new_empty(capacity, ws.shape.hidden),
+        hidden.new_empty(capacity, dtype=torch.float32),
         hidden.new_empty(ws.num_local_experts, dtype=torch.int32),
     )
 
@@ -185,17 +203,17 @@ def _combine_fake(rows, expert_ids, addend, workspace):
 
 
 def _combine_backward(
-    grad_output: torch.Tensor, expert_ids: torch.Tensor, workspace: int
+    grad_output: torch.Tensor, expert_ids: torch.Tensor, workspace: int, capacity: int
 ) -> torch.Tensor:
-    return _call_dispatch(workspace_of(workspace), grad_output, expert_ids, None).rows_RH
+    return _call_dispatch(workspace_of(workspace), grad_output, expert_ids, None, capacity).rows_RH
 
 
-def _combine_backward_fake(grad_output, expert_ids, workspace):
-    return grad_output.new_empty(workspace_of(workspace).max_rows, grad_output.shape[1])
+def _combine_backward_fake(grad_output, expert_ids, workspace, capacity):
+    return grad_output.new_empty(capacity, grad_output.shape[1])
 
 
 def _setup_dispatch(ctx, inputs, output) -> None:
-    _, expert_ids, _, ctx.workspace = inputs
+    _, expert_ids, _, ctx.workspace, _ = inputs
     _, _, expert_rows = output
     ctx.mark_non_differentiable(expert_rows)
     ctx.save_for_backward(expert_ids)
@@ -206,23 +224,26 @@ def _dispatch_gradients(ctx, grad_rows, grad_row_probs, _grad_expert_rows):
     grad_hidden, grad_probs = torch.ops.mok.dispatch_backward(
         grad_rows.contiguous(), grad_row_probs.contiguous(), expert_ids, ctx.workspace
     )
-    return grad_hidden, None, grad_probs, None
+    return grad_hidden, None, grad_probs, None, None
 
 
 def _setup_combine(ctx, inputs, output) -> None:
-    _, expert_ids, addend, ctx.workspace = inputs
+    rows, expert_ids, addend, ctx.workspace = inputs
+    ctx.capacity = rows.shape[0]
     ctx.has_addend = addend is not None
     ctx.save_for_backward(expert_ids)
 
 
 def _combine_gradients(ctx, grad_output):
     (expert_ids,) = ctx.saved_tensors
-    grad_rows = torch.ops.mok.combine_backward(grad_output.contiguous(), expert_ids, ctx.workspace)
+    grad_rows = torch.ops.mok.combine_backward(
+        grad_output.contiguous(), expert_ids, ctx.workspace, ctx.capacity
+    )
     return grad_rows, None, grad_output if ctx.has_addend else None, None
 
 
 register_operator(
-    "dispatch(Tensor hidden, Tensor expert_ids, Tensor probs, int workspace) "
+    "dispatch(Tensor hidden, Tensor expert_ids, Tensor probs, int workspace, int capacity) "
     "-> (Tensor rows, Tensor row_probs, Tensor expert_rows)",
     _dispatch,
     _dispatch_fake,
@@ -239,7 +260,8 @@ register_operator(
     _combine_fake,
 )
 register_operator(
-    "combine_backward(Tensor grad_output, Tensor expert_ids, int workspace) -> Tensor",
+    "combine_backward(Tensor grad_output, Tensor expert_ids, int workspace, int capacity) "
+    "-> Tensor",
     _combine_backward,
     _combine_backward_fake,
 )

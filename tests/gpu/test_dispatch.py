@@ -37,7 +37,9 @@ def round_trip(layer, workspaces, cuts, device, addend_TH=None):
         back_TH, probs_TK = torch.ops.mok.dispatch_backward(
             sent.rows_RH, sent.probs_R, ids_TK, workspaces[rank].handle
         )
-        again_RH = torch.ops.mok.combine_backward(output_TH, ids_TK, workspaces[rank].handle)
+        again_RH = torch.ops.mok.combine_backward(
+            output_TH, ids_TK, workspaces[rank].handle, len(sent.rows_RH)
+        )
         blocks = sum(-(-n // abi.BLOCK_ROWS) for n in sent.expert_rows_L.tolist())
         used = slice(0, blocks * abi.BLOCK_ROWS)
         rows = sent.rows_RH[used], sent.probs_R[used], again_RH[used]
@@ -148,3 +150,48 @@ def test_graph_replay_follows_routing_that_changes_in_place():
         routes_T = (layer.expert_ids_TK >= 0).sum(dim=1, keepdim=True)
         assert torch.equal(output_TH, (layer.hidden_TH.float() * routes_T).bfloat16())
         assert torch.equal(output_TH, call())
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_capacity_that_just_suffices(ep_size):
+    layer = gpu_layer(900, 256, 192, 8, 3, seed=57)
+    cuts = even_cuts(900, ep_size, first_is_empty=True)
+    counts_E = layer.expert_ids_TK.flatten().cpu()
+    per_rank = 8 // ep_size
+
+    def exact(rank):
+        experts = range(rank * per_rank, (rank + 1) * per_rank)
+        blocks = [-(-int((counts_E == e).sum()) // abi.BLOCK_ROWS) for e in experts]
+        return sum(blocks) * abi.BLOCK_ROWS
+
+    results = [
+        run_dispatched_layer(layer, workspaces_for(layer, ep_size), cuts, "cuda", room)
+        for room in (None, exact)
+    ]
+    results[0].assert_bitwise_equal(results[1])
+
+
+def test_nothing_beyond_a_capacity_that_is_too_small_is_touched():
+    """A GPU cannot tell that it is too small; but it must not write there."""
+    layer = gpu_layer(900, 256, 64, 8, 3, seed=58)
+    (workspace,) = workspaces_for(layer, 1)
+    sent = dispatch(layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK, workspace)
+    rows_RH = torch.full_like(sent.rows_RH, 3.0)
+    probs_R = torch.full_like(sent.probs_R, 3.0)
+    expert_rows_L = torch.empty_like(sent.expert_rows_L)
+    args = abi.MokDispatchArgs(
+        routes=abi.MokRoutes.of(layer.expert_ids_TK, layer.probs_TK),
+        hidden=layer.hidden_TH.data_ptr(),
+        rows=rows_RH.data_ptr(),
+        row_probs=probs_R.data_ptr(),
+        expert_rows=expert_rows_L.data_ptr(),
+        capacity=512,
+        stream=workspace.current_stream(),
+    )
+    workspace.call("mok_dispatch", args)
+    assert torch.equal(expert_rows_L, sent.expert_rows_L)
+    assert int(expert_rows_L.sum()) > 512
+    assert torch.equal(rows_RH[:512], sent.rows_RH[:512])
+    assert torch.equal(probs_R[:512], sent.probs_R[:512])
+    assert (rows_RH[512:] == 3.0).all()
+    assert (probs_R[512:] == 3.0).all()
