@@ -538,6 +538,11 @@ __global__ void zero_empty_kernel(const __grid_constant__ EmptyGrads args, Local
 
 }  // namespace
 
+cudaError_t load_backward_kernels() {
+  const cudaError_t error = load_kernels(zero_empty_kernel);
+  return error == cudaSuccess ? load_persistent(backward_kernel) : error;
+}
+
 cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, int32_t ctas,
                             cudaStream_t stream) {
   return launch_persistent(backward_kernel, params, maps, ctas, stream);

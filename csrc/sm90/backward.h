@@ -70,6 +70,9 @@ struct EmptyGrads {
 cudaError_t launch_zero_empty(const EmptyGrads& grads, const LocalTables& local,
                               cudaStream_t stream);
 
+// Before the first launch on a device: loads what the functions above launch.
+cudaError_t load_backward_kernels();
+
 }  // namespace mok::sm90
 
 #endif  // MOK_SM90_BACKWARD_H_

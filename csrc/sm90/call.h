@@ -8,18 +8,14 @@
 
 namespace mok::sm90 {
 
-// Where a bounded wait ran out.
+// Where a bounded wait ran out. (Math warps wait without a deadline; see sync.cuh.)
 enum WaitSite : int32_t {
   kWaitNone = 0,
   kWaitPeerCounts,
   kWaitPeerRows,
-  kWaitStageFull,
   kWaitStageEmpty,
-  kWaitTaskFull,
   kWaitTaskEmpty,
   kWaitStagingFull,
-  kWaitStagingFree,
-  kWaitMoverCopy,
   kWaitRowRing,
   kWaitActivationRing,
   kWaitRows,
@@ -28,7 +24,6 @@ enum WaitSite : int32_t {
   kWaitChunkFull,
   kWaitGradRing,
   kWaitGrads,
-  kWaitCut,
   kWaitPulled,
   kWaitPushed,
 };

@@ -99,6 +99,8 @@ __global__ void __launch_bounds__(kCopyThreads, kCopyCtasPerSm)
 
 }  // namespace
 
+cudaError_t load_combine_kernel() { return load_kernels(combine_kernel); }
+
 cudaError_t launch_combine(const CombineParams& params, int32_t ctas, cudaStream_t stream) {
   return launch_overlapped(combine_kernel, ctas * kCopyCtasPerSm, kCopyThreads, 0, stream, params);
 }

@@ -64,6 +64,8 @@ __global__ void __launch_bounds__(kCopyThreads, kCopyCtasPerSm)
 
 }  // namespace
 
+cudaError_t load_dispatch_kernel() { return load_kernels(dispatch_kernel); }
+
 cudaError_t launch_dispatch(const DispatchParams& params, int32_t ctas, cudaStream_t stream) {
   return launch_overlapped(dispatch_kernel, ctas * kCopyCtasPerSm, kCopyThreads, 0, stream, params);
 }

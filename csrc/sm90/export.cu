@@ -1,6 +1,7 @@
 // The schedule as data: what the kernels of a call would work on, copied to the host.
 #include <vector>
 
+#include "launch.cuh"
 #include "order.cuh"
 #include "schedule.h"
 #include "standalone.h"
@@ -152,6 +153,10 @@ void export_segments(const CallParams& params, const CallState& state, MokSchedu
 }
 
 }  // namespace
+
+cudaError_t load_export_kernels() {
+  return load_kernels(list_tasks_kernel<ForwardOrder>, list_tasks_kernel<BackwardOrder>);
+}
 
 void export_schedule(const MokWorkspace& ws, const CallParams& params, MokScheduleArgs& args) {
   const Geometry& g = params.geometry;

@@ -40,25 +40,15 @@ SiteText describe_site(WaitSite site) {
       return {"fc2 or pre-activations of fc2 dgrad", "block"};
     case kWaitGrads:
       return {"fc1 dgrad or wgrad", "block or cut"};
-    case kWaitCut:
-      return {"wgrad, earlier cuts", "local expert"};
     // Barriers between the warps of a CTA.
-    case kWaitStageFull:
-      return {"pipeline, operands", nullptr};
     case kWaitStageEmpty:
       return {"pipeline, free stage", nullptr};
-    case kWaitTaskFull:
-      return {"pipeline, next task", nullptr};
     case kWaitTaskEmpty:
       return {"pipeline, free task slot", nullptr};
     case kWaitStagingFull:
       return {"pipeline, finished tile", nullptr};
-    case kWaitStagingFree:
-      return {"pipeline, free staging tile", nullptr};
     case kWaitChunkFull:
       return {"pipeline, gradients of pre-activations", nullptr};
-    case kWaitMoverCopy:
-      return {"pipeline, copies of rows", nullptr};
   }
   return {"unknown", nullptr};
 }

@@ -247,6 +247,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
+cudaError_t load_forward_kernel() { return load_persistent(forward_kernel); }
+
 cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps, int32_t ctas,
                            cudaStream_t stream) {
   return launch_persistent(forward_kernel, params, maps, ctas, stream);

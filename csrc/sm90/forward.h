@@ -27,6 +27,9 @@ struct ForwardMaps {
 cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps, int32_t ctas,
                            cudaStream_t stream);
 
+// Before the first launch on a device.
+cudaError_t load_forward_kernel();
+
 }  // namespace mok::sm90
 
 #endif  // MOK_SM90_FORWARD_H_

@@ -17,6 +17,19 @@ MOK_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// Loads kernels now. CUDA would load each at its first launch, and may then wait for the device to
+// be idle: which it never is while a kernel there waits for what this launch is to compute.
+template <typename... Kernels>
+cudaError_t load_kernels(Kernels... kernels) {
+  cudaError_t error = cudaSuccess;
+  const auto load = [&error](auto kernel) {
+    cudaFuncAttributes unused;
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&unused, kernel);
+  };
+  (load(kernels), ...);
+  return error;
+}
+
 // Launches a kernel that begins with wait_for_previous_kernel.
 template <typename... Params, typename... Args>
 cudaError_t launch_overlapped(void (*kernel)(Params...), int32_t ctas, int32_t threads,

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "error.h"
+#include "launch.cuh"
 #include "layout.cuh"
 #include "maps.h"
 
@@ -98,21 +99,25 @@ CUtensorMap make_grad_map(const void* data, int64_t rows, int64_t columns) {
                        {4 * pitch, pitch, 8 * pitch, 32 * 4}, {32, 2, 4, 2, 1});
 }
 
+cudaError_t load_map_kernels() { return load_kernels(copy_maps_kernel); }
+
+void MapSets::reserve(size_t maps) {
+  constexpr size_t kSets = 16;
+  left_ = kSets * maps;
+  slabs_.push_back(device_alloc(static_cast<int64_t>(left_ * sizeof(CUtensorMap))));
+  next_ = static_cast<CUtensorMap*>(slabs_.back().get());
+}
+
 const CUtensorMap* MapSets::add(std::vector<const void*> key, const std::vector<CUtensorMap>& maps,
                                 cudaStream_t stream) {
   constexpr size_t kMaxSets = 1024;  // matrices that keep moving must not fill the memory
-  constexpr size_t kSetsPerSlab = 16;
   if (sets_.size() >= kMaxSets) {
     check_cuda(cudaDeviceSynchronize(), "waiting before old tensor maps are freed");
     sets_.clear();
     slabs_.clear();
     left_ = 0;
   }
-  if (left_ < maps.size()) {
-    left_ = kSetsPerSlab * maps.size();
-    slabs_.push_back(device_alloc(static_cast<int64_t>(left_ * sizeof(CUtensorMap))));
-    next_ = static_cast<CUtensorMap*>(slabs_.back().get());
-  }
+  if (left_ < maps.size()) reserve(maps.size());
   CUtensorMap* const set = next_;
   next_ += maps.size();
   left_ -= maps.size();

@@ -41,6 +41,9 @@ CUtensorMap make_grad_map(const void* data, int64_t rows, int64_t columns);
 // Arrays of maps in device memory, each made once for a set of matrices.
 class MapSets {
  public:
+  // Takes memory for some sets of `maps` maps, so that calls need none.
+  void reserve(size_t maps);
+
   // The set for `key`. `make()` encodes it if there is none yet, and it is copied on `stream`.
   template <typename Make>
   const CUtensorMap* find(std::vector<const void*> key, cudaStream_t stream, const Make& make) {
@@ -59,6 +62,9 @@ class MapSets {
   CUtensorMap* next_ = nullptr;  // free part of the last slab
   size_t left_ = 0;
 };
+
+// Before the first launch on a device: loads what MapSets launches.
+cudaError_t load_map_kernels();
 
 }  // namespace mok::sm90
 

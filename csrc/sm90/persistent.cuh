@@ -52,12 +52,18 @@ struct Readiness {
 // none. Written so that the look-up is compiled in one place only.
 MOK_DEVICE int32_t look_ahead_step(int32_t steps) { return max(min(kStages, steps), 1) - 1; }
 
+// Before the first launch on a device.
+template <typename Params, typename Maps>
+cudaError_t load_persistent(void (*kernel)(Params, Maps)) {
+  const cudaError_t error = load_kernels(kernel);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              SharedPlan::kBytes);
+}
+
 template <typename Params, typename Maps>
 cudaError_t launch_persistent(void (*kernel)(Params, Maps), const Params& params, const Maps& maps,
                               int32_t ctas, cudaStream_t stream) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedPlan::kBytes);
-  if (error != cudaSuccess) return error;
   return launch_overlapped(kernel, ctas, kThreads, SharedPlan::kBytes, stream, params, maps);
 }
 

@@ -2,6 +2,8 @@
 #include <cuda_bf16.h>
 
 #include "error.h"
+#include "launch.cuh"
+#include "standalone.h"
 
 namespace mok::sm90 {
 namespace {
@@ -49,6 +51,11 @@ void launch(const MokRouteMapArgs& args) {
 }
 
 }  // namespace
+
+cudaError_t load_routes_kernels() {
+  return load_kernels(routes_kernel<float>, routes_kernel<__nv_bfloat16>, routes_kernel<double>);
+}
+
 }  // namespace mok::sm90
 
 extern "C" MokStatus mok_routes_from_map(const MokRouteMapArgs* args) {

@@ -472,6 +472,11 @@ __global__ void __launch_bounds__(128) refusal_kernel(const __grid_constant__ Sc
 
 }  // namespace
 
+cudaError_t load_schedule_kernels() {
+  return load_kernels(count_kernel, exchange_kernel, route_kernel, await_rows_kernel,
+                      refusal_kernel);
+}
+
 cudaError_t launch_await_rows(const CallParams& params, cudaStream_t stream) {
   if (params.geometry.num_ranks == 1) return cudaSuccess;
   return launch_overlapped(await_rows_kernel, 1, 128, 0, stream, params);

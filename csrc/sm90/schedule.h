@@ -36,6 +36,9 @@ cudaError_t launch_await_rows(const CallParams& params, cudaStream_t stream);
 // Enters a call in order to tell the peers that this rank refuses it; nothing else of it follows.
 cudaError_t launch_refusal(const ScheduleParams& params, cudaStream_t stream);
 
+// Before the first launch on a device: loads what the functions above launch.
+cudaError_t load_schedule_kernels();
+
 }  // namespace mok::sm90
 
 #endif  // MOK_SM90_SCHEDULE_H_

@@ -30,6 +30,13 @@ cudaError_t launch_combine(const CombineParams& params, int32_t ctas, cudaStream
 // After launch_schedule: waits for the tables and copies them to the host. Throws Error.
 void export_schedule(const MokWorkspace& ws, const CallParams& params, MokScheduleArgs& args);
 
+// Before the first launch on a device: loads what the functions above, and mok_routes_from_map,
+// launch.
+cudaError_t load_dispatch_kernel();
+cudaError_t load_combine_kernel();
+cudaError_t load_export_kernels();
+cudaError_t load_routes_kernels();
+
 }  // namespace mok::sm90
 
 #endif  // MOK_SM90_STANDALONE_H_

@@ -1,4 +1,5 @@
 #include "layout.cuh"
+#include "standalone.h"
 #include "workspace.h"
 
 namespace mok::sm90 {
@@ -96,6 +97,14 @@ LocalLayout make_local_layout(const Geometry& g) {
 
 namespace {
 
+void load_all_kernels() {
+  for (const auto load :
+       {load_schedule_kernels, load_forward_kernel, load_backward_kernels, load_dispatch_kernel,
+        load_combine_kernel, load_export_kernels, load_routes_kernels, load_map_kernels}) {
+    check_cuda(load(), "loading the kernels");
+  }
+}
+
 uint64_t nanoseconds(int32_t milliseconds, int32_t otherwise) {
   return uint64_t{1'000'000} * (milliseconds > 0 ? milliseconds : otherwise);
 }
@@ -118,11 +127,14 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
              "asking for the number of SMs");
   ctas = desc.options.workers > 0 ? desc.options.workers : sms;
   geometry = make_geometry(shape, ctas);
+  load_all_kernels();
 
   const LocalLayout at = make_local_layout(geometry);
   memory = device_alloc(at.bytes);
   // Only the tables need a defined start; rings are written before they are read.
   check_cuda(cudaMemset(memory.get(), 0, at.row_ring), "clearing the workspace");
+  // Calls may come on streams that do not wait for this one.
+  check_cuda(cudaStreamSynchronize(nullptr), "clearing the workspace");
   auto* base = static_cast<uint8_t*>(memory.get());
   local.state = reinterpret_cast<CallState*>(base + at.state);
   local.blocks = reinterpret_cast<BlockInfo*>(base + at.blocks);
@@ -147,6 +159,9 @@ MokWorkspace::MokWorkspace(const MokWorkspaceDesc& desc) : shape(desc.shape) {
   local.bucket = reinterpret_cast<int32_t*>(base + at.bucket);
   set_up_forward(at);
   set_up_backward(at);
+  for (mok::sm90::MapSets* maps : {&weight_maps, &dgrad_maps, &grad_maps}) {
+    maps->reserve(2 * geometry.local_experts);
+  }
 
   const SegmentLayout segment = make_segment_layout(shape);
   for (int32_t r = 0; r < shape.ep_size; ++r) {
