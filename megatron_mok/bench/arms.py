@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,16 +29,23 @@ class Arm:
     build: Callable[[LayerInputs], BenchLayer]
 
 
-def _mok_unavailable(device, dtype):
-    from . import mok_arm
+def _mok_arm(name: str, summary: str, library: Path | None = None) -> Arm:
+    def unavailable(device, dtype):
+        from . import mok_arm
 
-    return mok_arm.unavailable(device, dtype)
+        return mok_arm.unavailable(device, dtype, library)
+
+    def build(inputs):
+        from .mok_arm import MokLayer
+
+        return MokLayer(inputs, library)
+
+    return Arm(name, summary, unavailable, build)
 
 
-def _build_mok(inputs):
-    from .mok_arm import MokLayer
-
-    return MokLayer(inputs)
+def engine_arm(name: str, library: Path) -> Arm:
+    """The arm `mok` with another build of its engine."""
+    return _mok_arm(name, f"mok with {library}", library)
 
 
 def _eager_unavailable(device, dtype):
@@ -79,12 +87,7 @@ def _build_megatron(inputs):
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm(
-            "mok",
-            "this project: schedule and one fused kernel per direction",
-            _mok_unavailable,
-            _build_mok,
-        ),
+        _mok_arm("mok", "this project: schedule and one fused kernel per direction"),
         Arm(
             "torch_eager",
             "PyTorch: sort, gather, grouped_mm, SwiGLU, grouped_mm, combine",

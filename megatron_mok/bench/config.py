@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .arms import Arm
 from .presets import Preset
 
 ROUTINGS = ("uniform", "zipf")
@@ -44,8 +45,8 @@ class BenchConfig:
 
     Attributes:
         tokens: numbers of tokens for every preset; None is each preset's own.
-        arms: names in `bench.arms.ARMS`.
-        require: arms of `arms` that must be there; others may be unavailable.
+        arms: implementations, in the order to show them.
+        require: names of `arms` that must be there; others may be unavailable.
         seed: of weights, inputs and routes.
     """
 
@@ -53,7 +54,7 @@ class BenchConfig:
     tokens: tuple[int, ...] | None
     routings: tuple[str, ...]
     directions: tuple[str, ...]
-    arms: tuple[str, ...]
+    arms: tuple[Arm, ...]
     require: tuple[str, ...]
     device: str
     dtype: str

@@ -1,5 +1,7 @@
 """The arm `mok`: the fused layer."""
 
+from pathlib import Path
+
 import torch
 
 from megatron_mok.ops import combine, dispatch, fused_moe, routes_from_map
@@ -9,17 +11,20 @@ from megatron_mok.runtime.engine import engine_problem
 from .layer import LayerInputs, MainGradLayer, MovesRows
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    return engine_problem(device.type)
+def unavailable(device: torch.device, dtype: torch.dtype, library: Path | None) -> str | None:
+    return engine_problem(device.type, library)
 
 
 class MokLayer(MainGradLayer, MovesRows):
     """Routes from the map, then the fused layer; weight gradients are added into FP32 `main_grad`,
-    and the pre-activations of all rows are kept for backward."""
+    and the pre-activations of all rows are kept for backward.
+
+    `library`: another build of the engine. Routes are made by the installed one.
+    """
 
     schedule_kernels = ("count_kernel", "route_kernel")
 
-    def __init__(self, inputs: LayerInputs):
+    def __init__(self, inputs: LayerInputs, library: Path | None = None):
         fc1, fc2 = (
             [w.detach().requires_grad_() for w in stacked.unbind(0)]
             for stacked in (inputs.fc1_E2FH, inputs.fc2_EHF)
@@ -33,7 +38,7 @@ class MokLayer(MainGradLayer, MovesRows):
             max_tokens=inputs.tokens,
             dtype=inputs.dtype,
         )
-        self._workspace = Workspace.create(shape, None, inputs.device)
+        self._workspace = Workspace.create(shape, None, inputs.device, library=library)
 
     def forward(self) -> torch.Tensor:
         ids_TK, probs_TK = routes_from_map(

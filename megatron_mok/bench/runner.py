@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .arms import ARMS
+from .arms import Arm
 from .check import (
     Reference,
     Verdict,
@@ -116,11 +116,11 @@ def run_benchmark(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     unavailable = {}
-    for name in config.arms:
-        reason = ARMS[name].unavailable(device, TORCH_DTYPES[config.dtype])
+    for arm in config.arms:
+        reason = arm.unavailable(device, TORCH_DTYPES[config.dtype])
         if reason is not None:
-            unavailable[name] = reason
-            progress(f"{name} cannot run: {reason}")
+            unavailable[arm.name] = reason
+            progress(f"{arm.name} cannot run: {reason}")
     for name in config.require:
         if name in unavailable:
             raise RequiredArmError(f"{name} is required and cannot run: {unavailable[name]}")
@@ -202,8 +202,8 @@ class _Run:
         except Exception as error:  # memory, or a GPU that an arm before has left unusable
             failed = Verdict(None, f"inputs and reference: {describe(error)}")
             self._progress(f"{title}: {failed.problem}")
-            arms = [name for name in self._config.arms if name not in self._unavailable]
-            checked = {name: _Checked(None, failed, failed, failed) for name in arms}
+            arms = [arm for arm in self._config.arms if arm.name not in self._unavailable]
+            checked = {arm.name: _Checked(None, failed, failed, failed) for arm in arms}
         for direction in self._config.directions:
             self._progress(f"{title}: {direction}")
             row = replace(blank, direction=direction)
@@ -245,20 +245,20 @@ class _Run:
         if self._config.needs_layer:
             reference = compute_reference(inputs, self._config.needs_backward)
         checked = {}
-        for name in self._config.arms:
-            if name in self._unavailable:
+        for arm in self._config.arms:
+            if arm.name in self._unavailable:
                 continue
-            checked[name] = arm = self._check(name, inputs, reference)
-            errors = [v.error for v in arm.verdicts if v.error is not None]
-            problems = [v.problem for v in arm.verdicts if v.problem is not None]
+            checked[arm.name] = result = self._check(arm, inputs, reference)
+            errors = [v.error for v in result.verdicts if v.error is not None]
+            problems = [v.problem for v in result.verdicts if v.problem is not None]
             found = problems[0] if problems else f"relative error {max(errors, default=0):.1e}"
-            self._progress(f"{title}: {name}: {found}")
+            self._progress(f"{title}: {arm.name}: {found}")
         return checked
 
-    def _check(self, name: str, inputs: LayerInputs, reference: Reference | None) -> _Checked:
+    def _check(self, arm: Arm, inputs: LayerInputs, reference: Reference | None) -> _Checked:
         forward = backward = moves = Verdict(None)
         try:
-            layer = ARMS[name].build(inputs)
+            layer = arm.build(inputs)
         except Exception as error:  # of whatever library the arm runs
             failed = Verdict(None, describe(error))
             return _Checked(None, failed, failed, failed)
@@ -302,7 +302,7 @@ class _Run:
             samples = time_in_blocks([*tasks, self._dense.task()], timing, self._device)
             self._dense_ms += samples[self._dense.name].ms
         rows = []
-        for name in self._config.arms:
+        for name in (arm.name for arm in self._config.arms):
             row = replace(blank, arm=name)
             if name not in checked and name not in self._unavailable:
                 continue  # an arm without this direction

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from megatron_mok.bench.arms import ARMS
+from megatron_mok.bench.arms import ARMS, engine_arm
 from megatron_mok.bench.config import DEVICES, DIRECTIONS, DTYPES, ROUTINGS
 from megatron_mok.bench.presets import PRESETS
 
@@ -65,6 +65,7 @@ examples:
   megatron-mok bench --preset deepseek_v3,qwen3_30b --routing uniform,zipf --direction forward,both
   megatron-mok bench --preset deepseek_v3 --tokens 512,1024,2048,4096,8192 --json ds.json
   megatron-mok bench --device cpu --arms mok,torch_eager
+  megatron-mok bench --arms mok --engine before=/tmp/before/libmok_cuda.so --direction both
 
 exit status: 0 every arm that can run here passed and was timed; 1 an arm failed, or a required arm
 cannot run; 2 wrong arguments; 130 interrupted
@@ -112,12 +113,21 @@ def add_parser(subparsers) -> None:
         help="implementations to time, in the order to show them (default: all)",
     )
     what.add_argument(
+        "--engine",
+        metavar="NAME=FILE",
+        action="append",
+        type=_engine,
+        default=[],
+        help="time mok with another build of its engine, too (libmok_cuda.so, on a CPU "
+        "libmok_host.so), as the arm NAME; may be given several times",
+    )
+    what.add_argument(
         "--require",
         metavar="A,B",
         action="extend",
         type=_names(ARMS),
         default=[],
-        help="of the arms, those whose absence is an error",
+        help="of the arms, those whose absence is an error (always one: those of --engine)",
     )
     what.add_argument(
         "--device",
@@ -193,8 +203,11 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         tokens=tuple(args.tokens) if args.tokens else None,
         routings=tuple(args.routing),
         directions=tuple(args.direction),
-        arms=tuple(args.arms),
-        require=tuple(args.require),
+        arms=(
+            *(ARMS[name] for name in args.arms),
+            *(engine_arm(name, library) for name, library in args.engine),
+        ),
+        require=(*args.require, *(name for name, _ in args.engine)),
         device=args.device,
         dtype=args.dtype,
         seed=args.seed,
@@ -225,7 +238,11 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What single arguments cannot know. Ends the program with a message where it is wrong."""
-    for option, names in (("--preset", args.preset or []), ("--require", args.require)):
+    for option, names in (
+        ("--preset", args.preset or []),
+        ("--require", args.require),
+        ("--engine", [name for name, _ in args.engine]),
+    ):
         for name in names:
             if names.count(name) > 1:
                 parser.error(f"argument {option}: {name} is named twice")
@@ -262,6 +279,17 @@ def _names(allowed: Collection[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def _engine(text: str) -> tuple[str, Path]:
+    name, _, file = text.partition("=")
+    if not name or not file or name in ARMS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=FILE with a NAME that no arm has ({', '.join(ARMS)})"
+        )
+    if not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {file!r}")
+    return name, Path(file)
 
 
 def _tokens(text: str) -> list[int]:

@@ -56,8 +56,11 @@ class Engine:
 
 
 @functools.cache
-def load_engine(device_type: str) -> Engine:
+def load_engine(device_type: str, library: Path | None = None) -> Engine:
     """The engine for tensors on `device_type` ("cpu" or "cuda").
+
+    Args:
+        library: another build of it, in place of the one in `LIBRARY_DIR`.
 
     Raises:
         MoKUnsupportedError: no engine for such devices, or it was not built.
@@ -67,17 +70,17 @@ def load_engine(device_type: str) -> Engine:
             f"no engine for device type {device_type!r}; there are engines for "
             f"{', '.join(sorted(_LIBRARIES))}"
         )
-    path = LIBRARY_DIR / _LIBRARIES[device_type]
+    path = library or LIBRARY_DIR / _LIBRARIES[device_type]
     if not path.exists():
         hint = " where nvcc is installed (MOK_CUDA=1)" if device_type == "cuda" else ""
         raise MoKUnsupportedError(f"{path} is not there: build it with `pip install -e .`{hint}")
     return Engine(path, device_type)
 
 
-def engine_problem(device_type: str) -> str | None:
+def engine_problem(device_type: str, library: Path | None = None) -> str | None:
     """Why there is no engine for tensors on `device_type`, or None where there is one."""
     try:
-        load_engine(device_type)
+        load_engine(device_type, library)
     except (MoKError, OSError) as error:
         return str(error)
     return None

@@ -5,6 +5,7 @@ import itertools
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -152,12 +153,14 @@ class Workspace:
         group: dist.ProcessGroup | None,
         device: torch.device,
         options: RuntimeOptions | None = None,
+        library: Path | None = None,
     ) -> "Workspace":
         """Makes the workspace of `group` together with its other ranks. Collective.
 
         Args:
             group: the EP group; None is a group of this rank alone.
             device: of the tensors to come; chooses the engine.
+            library: another build of that engine, as `load_engine` takes it.
 
         Raises:
             ValueError: the experts do not divide over the ranks, or ranks disagree on the shape.
@@ -167,7 +170,7 @@ class Workspace:
         """
         options = options or RuntimeOptions()
         device = _with_index(device)
-        engine = load_engine(device.type)
+        engine = load_engine(device.type, library)
         ep_size = dist.get_world_size(group) if group is not None else 1
         ep_rank = dist.get_rank(group) if group is not None else 0
         _check_same_on_all_ranks(shape, group, ep_size)

@@ -43,6 +43,9 @@ from megatron_mok.cli.main import build_parser, main
             ["--arms", "mok", "--require", "torch_eager"],
             "--require: torch_eager is not among the arms to run (mok); add it to --arms",
         ),
+        (["--engine", "libmok_cuda.so"], "'libmok_cuda.so' is not NAME=FILE with a NAME that no"),
+        (["--engine", "mok=/dev/null"], "'mok=/dev/null' is not NAME=FILE with a NAME that no arm"),
+        (["--engine", "a=/nowhere.so"], "argument --engine: there is no file '/nowhere.so'"),
     ],
 )
 def test_wrong_arguments(args, message, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron_mok.bench.presets import PRESETS
 from megatron_mok.bench.timing import Task, time_in_blocks
 from megatron_mok.bench.torch_arms import ComposedLayer
 from megatron_mok.cli.main import main
+from megatron_mok.runtime.engine import LIBRARY_DIR
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--warmup-s", "0", "--time-s", "0.001", "--repeats", "2"]
@@ -51,6 +53,19 @@ def test_mok_and_torch_eager(tmp_path, capsys, dtype, tolerance):
     printed = capsys.readouterr().out
     assert "100 zipf both" in printed
     assert "say nothing about speed on GPUs" in printed
+
+
+def test_another_build_of_the_engine(tmp_path):
+    other = shutil.copy(LIBRARY_DIR / "libmok_host.so", tmp_path / "before.so")
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
+    args = ("--tokens", "50", "--arms", "mok", "--direction", "forward,both")
+    status, _, rows = bench(tmp_path, *args, "--engine", f"before={other}")
+    assert status == 0
+    arms = ("mok", "before")
+    assert list(rows) == [(direction, arm) for direction in ("forward", "both") for arm in arms]
+    assert all(row["ms"] > 0 for row in rows.values())
+    assert main(["bench", *QUICK, *args, "--engine", f"broken={broken}"]) == 1
 
 
 def test_composition_compiles_as_one_graph():
