@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .arms import Arm
+from .arm import Arm
 from .presets import Preset
 
 ROUTINGS = ("uniform", "zipf")

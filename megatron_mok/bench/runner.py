@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .arms import Arm
+from .arm import Arm
 from .check import (
     Reference,
     Verdict,
