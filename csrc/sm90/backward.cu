@@ -97,21 +97,6 @@ MOK_DEVICE bool slot_free(int32_t block, const BackwardParams& p) {
 
 // ---- Load warp ---------------------------------------------------------------------------------
 
-// A task looked up ahead of its turn, so that neither the ticket nor the flag costs time later.
-struct NextTask {
-  Task task;
-  bool ready;  // its operands may be loaded
-
-  NextTask() = default;
-  MOK_DEVICE NextTask(uint32_t ticket, BackwardOrder& order, const BackwardParams& p)
-      : task(order.decode(static_cast<int32_t>(ticket), p)), ready(false) {
-    if (task.phase == kNoTask) return;
-    const Readiness flag = task_readiness(task, p);
-    ready = load_relaxed(flag.counter) >= flag.target;
-    if (ready) acquire_for_copies();
-  }
-};
-
 // Both operands of a task, K step by K step.
 class OperandLoads {
  public:
@@ -223,7 +208,7 @@ MOK_DEVICE void load_role(const BackwardParams& p, const BackwardMaps& maps, uin
         stage.advance();
       }
       // Here the math warps are busy with the end of the tile before, and all stages are filled.
-      if (k == look_ahead_step(steps)) next = NextTask(ticket, order, p);
+      if (k == look_ahead_step(steps)) next = NextTask(ticket, order, p, task_readiness);
     }
     if (task.phase == MOK_PHASE_FC1 && !load_chunks(task, p, maps, smem, stage)) return;
     task = next.task;

@@ -10,19 +10,12 @@
 namespace mok::sm90 {
 namespace {
 
-MOK_DEVICE Task decode(ForwardOrder& order, int32_t ticket, const BackwardParams& p) {
-  return order.decode(ticket, p.geometry);
-}
-MOK_DEVICE Task decode(BackwardOrder& order, int32_t ticket, const BackwardParams& p) {
-  return order.decode(ticket, p);
-}
-
 // The tasks of all tickets, and the one behind the last.
 template <typename Order>
 __global__ void list_tasks_kernel(const __grid_constant__ BackwardParams p, Task* tasks,
                                   int32_t count) {
   Order order(p);
-  for (int32_t i = 0; i <= count; ++i) tasks[i] = decode(order, i, p);
+  for (int32_t i = 0; i <= count; ++i) tasks[i] = order.decode(i, p);
 }
 
 template <typename T>

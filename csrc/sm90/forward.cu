@@ -26,22 +26,6 @@ MOK_DEVICE Readiness task_readiness(const Task& task, const ForwardParams& p) {
   return {p.local.activations_ready + task.block, static_cast<uint32_t>(p.geometry.fc1_tiles)};
 }
 
-// A task looked up ahead of its turn, so that neither the ticket nor the flag costs time later.
-struct NextTask {
-  Task task;
-  bool ready;  // its left operand may be loaded
-
-  NextTask() = default;
-  MOK_DEVICE NextTask(uint32_t ticket, ForwardOrder& order, const ForwardParams& p)
-      : task(order.decode(static_cast<int32_t>(ticket), p.geometry)), ready(false) {
-    if (task.phase == kNoTask) return;
-    const Readiness flag = task_readiness(task, p);
-    ready = load_relaxed(flag.counter) >= flag.target;
-    describe_block(task, p);
-    if (ready) acquire_for_copies();
-  }
-};
-
 // Both operands of a task, K step by K step.
 class OperandLoads {
  public:
@@ -101,7 +85,7 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
         stage.advance();
       }
       // Here the math warps are busy with the end of the tile before, and all stages are filled.
-      if (k == look_ahead_step(steps)) next = NextTask(ticket, order, p);
+      if (k == look_ahead_step(steps)) next = NextTask(ticket, order, p, task_readiness);
     }
     const Task task = next.task;
     if (!TaskRing::publish(smem, task, slot, p.dog) || task.phase == kNoTask) return;

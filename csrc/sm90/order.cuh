@@ -25,8 +25,8 @@ class ForwardOrder {
     if (num_groups_ > 0) end_ = first_block_[1];
   }
 
-  // All but what describe_block adds.
-  MOK_DEVICE Task decode(int32_t ticket, const Geometry& g) {
+  MOK_DEVICE Task decode(int32_t ticket, const CallParams& p) {
+    const Geometry& g = p.geometry;
     while (step_ <= num_groups_ && ticket >= g.fc1_tiles * end_ + g.fc2_tiles * begin_) {
       ++step_;
       before_ = begin_;
@@ -47,6 +47,7 @@ class ForwardOrder {
       task.block = before_ + left % (begin_ - before_);
       task.tile = left / (begin_ - before_);
     }
+    describe_block(task, p);
     return task;
   }
 

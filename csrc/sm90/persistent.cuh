@@ -47,6 +47,23 @@ struct Readiness {
   uint32_t target;
 };
 
+// A task looked up ahead of its turn, so that neither the ticket nor the flag costs time later.
+struct NextTask {
+  Task task;
+  bool ready;  // its operands may be loaded
+
+  NextTask() = default;
+  // readiness(task, p): what its operands wait for.
+  template <typename Order, typename Params, typename Ready>
+  MOK_DEVICE NextTask(uint32_t ticket, Order& order, const Params& p, Ready readiness)
+      : task(order.decode(static_cast<int32_t>(ticket), p)), ready(false) {
+    if (task.phase == kNoTask) return;
+    const Readiness flag = readiness(task, p);
+    ready = load_relaxed(flag.counter) >= flag.target;
+    if (ready) acquire_for_copies();
+  }
+};
+
 // The step of a task of `steps` K steps at which the load warp looks up the next task: all stages
 // are filled, and the math warps are still at the end of the task before. Step 0 where there are
 // none. Written so that the look-up is compiled in one place only.
