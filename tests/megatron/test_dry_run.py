@@ -163,7 +163,7 @@ ranks       128: 16 hosts of 8
 attention   TP 1 x CP 1 x DP 16 x PP 8
 experts     ETP 1 x EP 8 x DP 2 x PP 8; 32 experts on a rank
             each group of 8 consecutive ranks is in one host
-step        512 sequences of 4,096 (2.1 M tokens), 32 microbatches of 1 on a rank
+step        512 sequences of 4,096 (2,097,152 tokens), 32 microbatches of 1 on a rank
 dispatcher  mok: up to 4,096 tokens of a rank in a call; backward keeps 40,960 rows (0.37 GiB with \
 the input)
   0       embedding + 3 dense + 5 MoE

@@ -160,8 +160,8 @@ def _step(launch: Launch) -> list[str]:
     args = launch.args
     tokens = args.global_batch_size * args.seq_length
     return [
-        f"{args.global_batch_size:,} sequences of {args.seq_length:,} ({tokens / 1e6:,.1f} M "
-        f"tokens), {launch.microbatches:,} microbatches of {args.micro_batch_size} on a rank"
+        f"{args.global_batch_size:,} sequences of {args.seq_length:,} ({tokens:,} tokens), "
+        f"{launch.microbatches:,} microbatches of {args.micro_batch_size} on a rank"
     ]
 
 
