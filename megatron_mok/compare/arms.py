@@ -51,14 +51,6 @@ def _mok(device: str) -> str | None:
     return _training(device) or probe.no_engine(device)
 
 
-def _mok_dispatch(device: str) -> str | None:
-    from megatron_mok.megatron.flags import AVAILABLE_MODES
-
-    if "dispatch" not in AVAILABLE_MODES:
-        return "--mok-mode dispatch is not there yet"
-    return _mok(device)
-
-
 @dataclass(frozen=True)
 class Arm:
     """One arm.
@@ -113,7 +105,7 @@ ARMS = {
             "mok_dispatch",
             (_DISPATCHER, "mok", "--mok-mode", "dispatch"),
             plugin=True,
-            missing=_mok_dispatch,
+            missing=_mok,
         ),
     )
 }

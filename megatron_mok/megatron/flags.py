@@ -16,7 +16,6 @@ from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.runtime import PEER_MEMORY
 
 MODES = ("fused", "dispatch")
-AVAILABLE_MODES = ("fused",)
 
 
 def _flag(default: Any, kind: type, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -32,8 +31,8 @@ class MoKOptions:
     mode: str = _flag(
         "fused",
         str,
-        "fused: dispatch, experts and combine in one kernel per direction. "
-        "dispatch: dispatch and combine only (not available yet).",
+        "fused: dispatch, experts and combine in one kernel per direction. dispatch: MoK's "
+        "dispatch and combine around Megatron's own experts, for what the kernels cannot compute.",
         MODES,
     )
     max_tokens_per_rank: int | None = _flag(
@@ -49,7 +48,7 @@ class MoKOptions:
         float,
         "Rows of expert pre-activations kept for backward, as a multiple of the rows that a rank "
         "gets under balanced routing (max tokens x top-k). Rows beyond it are recomputed in "
-        "backward, so every value is safe; 0 recomputes all.",
+        "backward, so every value is safe; 0 recomputes all. Of mode fused.",
     )
     inner_timeout_s: float = _flag(
         60.0,

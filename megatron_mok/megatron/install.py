@@ -127,10 +127,10 @@ def _hook_layer(layer_cls: type, mok_cls: type) -> None:
             if cls is not layer_cls:
                 raise MoKConfigError(
                     f"{cls.__module__}.{cls.__qualname__} is its own kind of MoELayer, which "
-                    "the fused layer cannot stand in for; use "
+                    "MoK's layers cannot stand in for; use "
                     "--moe-token-dispatcher-type alltoall"
                 )
-            cls = mok_cls
+            return mok_cls.__new__(mok_cls)
         return object.__new__(cls)
 
     # Stays for the life of the process: once set, deleting it would leave object.__new__ refusing

@@ -1,4 +1,4 @@
-"""MoKMoELayer: Megatron's MoELayer with the fused experts between router and residual add."""
+"""Megatron's MoELayer with MoK between router and residual add, in both modes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_mok.megatron import cpu_mode
+from megatron_mok.megatron.dispatcher import MoKTokenDispatcher
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.experts import FusedExperts
-from megatron_mok.megatron.flags import MoKOptions
+from megatron_mok.megatron.flags import MoKOptions, read_options
 from megatron_mok.megatron.rules import USE_ALLTOALL
-from megatron_mok.megatron.validation import check_config, seen_as_alltoall
+from megatron_mok.megatron.validation import check_config, seen_as_alltoall, workspace_shape
 from megatron_mok.ops import routes_from_map
 from megatron_mok.runtime import (
     LayerShape,
@@ -36,42 +38,41 @@ class _Call:
 
 
 class MoKMoELayer(MoELayer):
-    """An MoE layer whose dispatch, experts and combine are one kernel per direction.
+    """An MoE layer under `--moe-token-dispatcher-type mok`.
 
     Router, parameters and their names, shared experts, recomputation, and checkpoints are those of
-    MoELayer. With the hooks installed, `MoELayer(config, ...)` makes one of these when the config
-    says `mok`. Takes the arguments of MoELayer.
+    MoELayer. Makes a FusedMoELayer or a DispatchMoELayer, by `--mok-mode`. With the hooks
+    installed, `MoELayer(config, ...)` makes one when the config says `mok`. Takes the arguments of
+    MoELayer.
 
     Construction is collective over the expert-parallel group: it makes the workspace, once for all
     layers of a shape.
-    Raises: MoKConfigError for what the fused layer cannot do.
+    Raises: MoKConfigError for what the mode cannot do.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> MoKMoELayer:
+        if cls is MoKMoELayer:
+            cls = DispatchMoELayer if read_options()[0].mode == "dispatch" else FusedMoELayer
+        return object.__new__(cls)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Again: fields may have been set after the config was made.
         options = check_config(config, _device())
         with seen_as_alltoall(config):
             super().__init__(config, *args, **kwargs)
-        expert_tp = self.experts.tp_group.size()
+        expert_tp = self.token_dispatcher.tp_size
         if expert_tp > 1:
             raise MoKConfigError(
                 f"the expert tensor parallel group has {expert_tp} ranks: each expert must be "
                 "whole on its rank; set --expert-tensor-parallel-size 1"
             )
-        shape = _layer_shape(config, options)
-        workspace = _shared_workspace(shape, self.ep_group, options)
-        # After `experts`: parameters are named by the first module that holds them.
-        self.fused_experts = FusedExperts(
-            self.experts,
-            workspace,
-            saved_rows=options.saved_rows(
-                shape.max_tokens, shape.topk, self.ep_group.size(), self.num_local_experts
-            ),
-            accumulate_into_main_grad=config.gradient_accumulation_fusion,
-        )
+        shape = workspace_shape(config, options)
         self._max_tokens = shape.max_tokens
-        self._call: _Call | None = None
-        self._shared_output: torch.Tensor | None = None
+        self._use_workspace(_shared_workspace(shape, self.ep_group, options), options)
+
+    def _use_workspace(self, workspace: Workspace, options: MoKOptions) -> None:
+        """The end of construction, by mode."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -90,8 +91,8 @@ class MoKMoELayer(MoELayer):
         if intermediate_tensors is not None or tuple(self.fwd_execution_map) != _STAGES:
             raise MoKConfigError(
                 "the layer was asked to run in parts (intermediate_tensors or "
-                "fwd_execution_map, as partial CUDA graphs do): the fused layer has no parts; "
-                "set --cuda-graph-impl none or full_iteration"
+                "fwd_execution_map, as partial CUDA graphs do): MoK's layers run whole; "
+                "set --cuda-graph-impl none, or in fused mode full_iteration"
             )
         tokens = hidden_states.shape[0] * hidden_states.shape[1]
         if tokens > self._max_tokens:
@@ -100,6 +101,35 @@ class MoKMoELayer(MoELayer):
                 f"{self._max_tokens}; set --mok-max-tokens-per-rank {tokens} or more"
             )
         return super().forward(hidden_states, padding_mask=padding_mask)
+
+
+class DispatchMoELayer(MoKMoELayer):
+    """Mode `dispatch`: Megatron's experts module, with MoK's dispatch and combine around it."""
+
+    def _use_workspace(self, workspace: Workspace, options: MoKOptions) -> None:
+        native = self.token_dispatcher
+        groups = ProcessGroupCollection(
+            ep=native.ep_group, expt_tp=native.tp_group, tp_ep=native.tp_ep_group
+        )
+        self.token_dispatcher = MoKTokenDispatcher(self.config, groups, workspace)
+
+
+class FusedMoELayer(MoKMoELayer):
+    """Mode `fused`: dispatch, experts and combine are one kernel per direction."""
+
+    def _use_workspace(self, workspace: Workspace, options: MoKOptions) -> None:
+        shape = workspace.shape
+        # After `experts`: parameters are named by the first module that holds them.
+        self.fused_experts = FusedExperts(
+            self.experts,
+            workspace,
+            saved_rows=options.saved_rows(
+                shape.max_tokens, shape.topk, self.ep_group.size(), self.num_local_experts
+            ),
+            accumulate_into_main_grad=self.config.gradient_accumulation_fusion,
+        )
+        self._call: _Call | None = None
+        self._shared_output: torch.Tensor | None = None
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """[s, b, H] output of the shared experts, or None without them. The kernel adds it."""
@@ -161,18 +191,11 @@ def _by_token(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
 
 
-def _layer_shape(config: Any, options: MoKOptions) -> LayerShape:
-    return LayerShape(
-        hidden=config.hidden_size,
-        ffn=config.moe_ffn_hidden_size,
-        num_experts=config.num_moe_experts,
-        topk=config.moe_router_topk,
-        max_tokens=options.max_tokens_per_rank,
-        dtype=config.params_dtype,
-    )
-
-
-_announced: set[LayerShape] = set()
+_LIVE = {
+    "fused": "fused MoE layers",
+    "dispatch": "dispatch and combine around Megatron's experts",
+}
+_announced: set[tuple[str, LayerShape]] = set()
 
 
 def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> Workspace:
@@ -186,13 +209,13 @@ def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> 
         workspace = get_workspace(shape, ep_group, _device(), runtime_options)
     except MoKUnsupportedError as error:  # several hosts, or another kind of GPU
         raise MoKConfigError(f"{error}; {USE_ALLTOALL}") from error
-    if torch.distributed.get_rank() == 0 and shape not in _announced:
-        _announced.add(shape)
+    if torch.distributed.get_rank() == 0 and (options.mode, shape) not in _announced:
+        _announced.add((options.mode, shape))
         # Printed as Megatron prints what everyone should see; its default log level hides INFO.
         print(
-            f"megatron_mok: fused MoE layers, engine {workspace.engine}, expert-parallel group of "
-            f"{ep_group.size()}, workspace {workspace.nbytes / 2**20:.1f} MiB per rank for "
-            f"{shape.max_tokens} tokens, hidden {shape.hidden}, ffn {shape.ffn}, "
+            f"megatron_mok: {_LIVE[options.mode]}, engine {workspace.engine}, expert-parallel "
+            f"group of {ep_group.size()}, workspace {workspace.nbytes / 2**20:.1f} MiB per rank "
+            f"for {shape.max_tokens} tokens, hidden {shape.hidden}, ffn {shape.ffn}, "
             f"{shape.num_experts} experts, top-{shape.topk}, {shape.dtype}",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""The tables of what the fused layer refuses: fields of Megatron's config, and its arguments."""
+"""The tables of what MoK's layers refuse: fields of Megatron's config, and its arguments."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from megatron_mok.megatron.flags import MODES
+
 USE_ALLTOALL = "or use --moe-token-dispatcher-type alltoall"
+USE_DISPATCH = f"set --mok-mode dispatch, {USE_ALLTOALL}"
+FUSED = ("fused",)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that the fused layer would do wrong or leave undone.
+    """A setting that MoK's layers would do wrong or leave undone.
 
     Attributes:
         name: the field of the config, or of Megatron's arguments. A Megatron may lack it.
         refuses: whether a value of the field, in its config, is refused.
         reason: why.
         way_out: the flag that resolves it.
+        modes: of `--mok-mode`, that refuse it.
     """
 
     name: str
     refuses: Callable[[Any, Any], bool]
     reason: str
     way_out: str
+    modes: tuple[str, ...] = MODES
 
     def problem(self, owner: Any) -> str | None:
         """The line for the error message, or None when `owner` is fine."""
@@ -50,16 +56,22 @@ def _above_one(value: Any, _: Any) -> bool:
     return value is not None and value > 1
 
 
-def _captures_moe(impl: Any, config: Any) -> bool:
-    if impl not in ("local", "transformer_engine"):
-        return False
+def _captured(config: Any) -> set[str]:
     # Called cuda_graph_scope, and holding full_iteration too, before 0.18.
-    captured = getattr(config, "cuda_graph_modules", None) or getattr(
+    modules = getattr(config, "cuda_graph_modules", None) or getattr(
         config, "cuda_graph_scope", None
     )
-    modules = {getattr(m, "name", str(m)) for m in captured or ()}
-    if "full_iteration" in modules:
+    return {getattr(m, "name", str(m)) for m in modules or ()}
+
+
+def _captures_iteration(impl: Any, config: Any) -> bool:
+    return impl == "full_iteration" or (impl != "none" and "full_iteration" in _captured(config))
+
+
+def _captures_moe(impl: Any, config: Any) -> bool:
+    if impl not in ("local", "transformer_engine") or _captures_iteration(impl, config):
         return False
+    modules = _captured(config)
     # No module at all means the whole layer.
     return not modules or bool(modules & {"moe", "moe_router", "moe_preprocess"})
 
@@ -70,15 +82,23 @@ def _offloads_experts(modules: Any, config: Any) -> bool:
 
 
 _NO_BIAS = "the experts of the fused layer have no bias"
-_ONE_KERNEL = "the fused layer has no separate stages to overlap or delay"
-_EXACT_ROUTES = "the fused layer computes exactly the routes of the router, no more and no fewer"
-_BF16_ONLY = "the fused layer computes in the precision of BF16 weights"
+_NO_OVERLAP = (
+    "the fused layer has no stages to overlap or delay, and in mode dispatch it is untested"
+)
+_EXACT_ROUTES = "MoK moves exactly the routes of the router, no more and no fewer"
+_BF16_ONLY = "the fused layer computes in BF16, and in mode dispatch this is untested"
 _NATIVE_LAYOUT = (
     "the fused layer reads one [2F, H] and one [H, F] weight per expert, gate rows first"
 )
-_NEVER_CALLED = "it hooks the expert linears, which the fused layer does not call"
+_GROUPED = (
+    "the fused layer reads one tensor per expert, and in mode dispatch grouped ones are untested"
+)
+_HOOKED = (
+    "it hooks the experts, which the fused layer never calls and mode dispatch calls with padding"
+)
 _OWN_EXPERTS = (
-    "the fused layer computes the routed experts itself, so this would have no effect on them"
+    "the fused layer computes the routed experts itself, so this would have no effect on them; in "
+    "mode dispatch it is untested"
 )
 
 CONFIG_REFUSALS = (
@@ -100,44 +120,59 @@ CONFIG_REFUSALS = (
         "weights sharded by GTP are not supported",
         "drop --tensor-parallel-num-weight-shards",
     ),
-    Refusal("add_bias_linear", _set, _NO_BIAS, "set --disable-bias-linear"),
+    Refusal(
+        "add_bias_linear",
+        _set,
+        _NO_BIAS,
+        f"set --disable-bias-linear, {USE_DISPATCH}",
+        FUSED,
+    ),
     Refusal(
         "gated_linear_unit",
         lambda value, _: not value,
         "the fused activation is SwiGLU",
-        f"set --swiglu, {USE_ALLTOALL}",
+        f"set --swiglu, {USE_DISPATCH}",
+        FUSED,
     ),
     Refusal(
         "activation_func",
         lambda value, _: value is not F.silu,
         "the fused activation is SwiGLU",
-        f"set --swiglu, {USE_ALLTOALL}",
+        f"set --swiglu, {USE_DISPATCH}",
+        FUSED,
     ),
     Refusal(
         "activation_func_clamp_value",
         _given,
         "clamped SwiGLU is not supported",
-        f"drop --activation-func-clamp-value, {USE_ALLTOALL}",
+        f"drop --activation-func-clamp-value, {USE_DISPATCH}",
+        FUSED,
     ),
     Refusal(
         "glu_linear_offset",
         lambda value, _: value != 0.0,
         "a GLU offset is not supported",
-        f"drop --glu-linear-offset, {USE_ALLTOALL}",
+        f"drop --glu-linear-offset, {USE_DISPATCH}",
+        FUSED,
     ),
     Refusal(
         "activation_func_fp8_input_store",
         _set,
         "the fused layer keeps pre-activations in the weights' dtype",
-        "set activation_func_fp8_input_store = False in the config",
+        f"set activation_func_fp8_input_store = False in the config, {USE_DISPATCH}",
+        FUSED,
     ),
-    Refusal("fp16", _set, _BF16_ONLY, "set --bf16 in place of --fp16"),
+    Refusal("fp16", _set, "MoK's engines know BF16 and FP32", "set --bf16 in place of --fp16"),
     Refusal("fp8", _given, _BF16_ONLY, f"drop --fp8-format, {USE_ALLTOALL}"),
     Refusal("fp4", _given, _BF16_ONLY, f"drop --fp4-format, {USE_ALLTOALL}"),
     Refusal("quant_recipe", _given, _BF16_ONLY, f"drop --te-precision-config-file, {USE_ALLTOALL}"),
     Refusal("use_kitchen", _set, _BF16_ONLY, f"drop the kitchen flags, {USE_ALLTOALL}"),
     Refusal(
-        "moe_expert_capacity_factor", _given, _EXACT_ROUTES, "drop --moe-expert-capacity-factor"
+        "moe_expert_capacity_factor",
+        _given,
+        "the fused layer is for routing without dropped tokens",
+        f"drop --moe-expert-capacity-factor, {USE_DISPATCH}",
+        FUSED,
     ),
     Refusal(
         "moe_expert_rank_capacity_factor",
@@ -170,7 +205,8 @@ CONFIG_REFUSALS = (
         "moe_apply_probs_on_input",
         _set,
         "router probabilities multiply the activation, not the input",
-        f"drop --moe-apply-probs-on-input, {USE_ALLTOALL}",
+        f"drop --moe-apply-probs-on-input, {USE_DISPATCH}",
+        FUSED,
     ),
     Refusal(
         "moe_latent_size",
@@ -178,10 +214,14 @@ CONFIG_REFUSALS = (
         "latent experts are not supported",
         f"drop --moe-latent-size, {USE_ALLTOALL}",
     ),
-    Refusal("moe_single_grouped_weight", _set, _NATIVE_LAYOUT, "drop --moe-single-grouped-weight"),
-    Refusal("moe_single_grouped_bias", _set, _NO_BIAS, "drop --moe-single-grouped-bias"),
+    Refusal("moe_single_grouped_weight", _set, _GROUPED, "drop --moe-single-grouped-weight"),
+    Refusal("moe_single_grouped_bias", _set, _GROUPED, "drop --moe-single-grouped-bias"),
     Refusal(
-        "moe_mlp_glu_interleave_size", _given, _NATIVE_LAYOUT, "drop --moe-mlp-glu-interleave-size"
+        "moe_mlp_glu_interleave_size",
+        _given,
+        _NATIVE_LAYOUT,
+        f"drop --moe-mlp-glu-interleave-size, {USE_DISPATCH}",
+        FUSED,
     ),
     Refusal(
         "use_transformer_engine_op_fuser",
@@ -199,27 +239,34 @@ CONFIG_REFUSALS = (
     Refusal(
         "overlap_moe_expert_parallel_comm",
         _set,
-        _ONE_KERNEL,
+        _NO_OVERLAP,
         "drop --overlap-moe-expert-parallel-comm",
     ),
-    Refusal("delay_wgrad_compute", _set, _ONE_KERNEL, "drop --delay-wgrad-compute"),
+    Refusal("delay_wgrad_compute", _set, _NO_OVERLAP, "drop --delay-wgrad-compute"),
     Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",
         _set,
-        _ONE_KERNEL,
+        _NO_OVERLAP,
         "drop --overlap-dispatch-backward-with-experts-wgrad",
     ),
     Refusal(
         "cuda_graph_impl",
         _captures_moe,
-        "a graph cannot cover part of the fused layer",
-        "set --cuda-graph-impl none, capture the full iteration, or restrict --cuda-graph-modules "
-        "(--cuda-graph-scope before 0.18) to attn and mlp",
+        "a graph cannot cover part of MoK's layers",
+        "set --cuda-graph-impl none, capture the full iteration (in mode fused), or restrict "
+        "--cuda-graph-modules (--cuda-graph-scope before 0.18) to attn and mlp",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        _captures_iteration,
+        "in mode dispatch the CPU waits for numbers of rows in every forward, which a graph cannot",
+        "set --cuda-graph-impl none, or --mok-mode fused",
+        ("dispatch",),
     ),
     Refusal(
         "transformer_impl",
         lambda value, _: value == "inference_optimized",
-        "the fused layer is for training and plain evaluation",
+        "MoK's layers are for training and plain evaluation",
         "set --transformer-impl transformer_engine or local",
     ),
     Refusal(
@@ -255,12 +302,12 @@ ARGS_REFUSALS = (
         "the workspace does not outlive the process groups that it was made for",
         "drop --inprocess-restart",
     ),
-    Refusal("save_activations_interval", _given, _NEVER_CALLED, "drop --save-activations-interval"),
-    Refusal("save_dgrads_interval", _given, _NEVER_CALLED, "drop --save-dgrads-interval"),
+    Refusal("save_activations_interval", _given, _HOOKED, "drop --save-activations-interval"),
+    Refusal("save_dgrads_interval", _given, _HOOKED, "drop --save-dgrads-interval"),
     Refusal(
         "save_tokens_per_expert_interval",
         _given,
-        _NEVER_CALLED,
+        _HOOKED,
         "drop --save-tokens-per-expert-interval",
     ),
 )

@@ -1,4 +1,4 @@
-"""What the fused layer refuses, and what it runs differently.
+"""What MoK's layers refuse, by mode, and what they run differently.
 
 Argparse choices are not enough (YAML configs and programs bypass them), so the rules are applied to
 the config itself: at its construction, and again at the construction of every layer.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_mok.megatron.errors import MoKConfigError
-from megatron_mok.megatron.flags import AVAILABLE_MODES, MoKOptions, megatron_args, read_options
+from megatron_mok.megatron.flags import MoKOptions, megatron_args, read_options
 from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS, USE_ALLTOALL
 from megatron_mok.runtime import LayerShape
 from megatron_mok.runtime.engine import engine_problem
@@ -45,15 +45,15 @@ def seen_as_alltoall(config: Any) -> Iterator[None]:
 
 def config_problems(config: Any, args: Any, options: MoKOptions) -> list[str]:
     """Everything in the config, Megatron's arguments (None: there are none) and the options that
-    the fused layer refuses, one line each with the flag that resolves it."""
-    problems = [rule.problem(config) for rule in CONFIG_REFUSALS]
-    problems += [rule.problem(args) for rule in ARGS_REFUSALS]
-    problems += _shape_problems(config)
+    the mode refuses, one line each with the flag that resolves it."""
+    problems = [
+        rule.problem(owner)
+        for owner, rules in ((config, CONFIG_REFUSALS), (args, ARGS_REFUSALS))
+        for rule in rules
+        if options.mode in rule.modes
+    ]
+    problems += _shape_problems(config, options.mode)
     problems.append(_placement_problem(config))
-    if options.mode not in AVAILABLE_MODES:
-        problems.append(
-            f"--mok-mode {options.mode}: not available yet; use --mok-mode fused, {USE_ALLTOALL}"
-        )
     return [line for line in problems if line is not None]
 
 
@@ -70,16 +70,34 @@ _SHAPE_FIELDS = {
 }
 
 
-def _shape_problems(config: Any) -> list[str]:
+def _shape_problems(config: Any, mode: str) -> list[str]:
     problems = []
     for size, (name, flag) in _SHAPE_FIELDS.items():
         if size == "dtype" and config.fp16:
             continue  # has a line of its own
+        if size == "ffn" and mode == "dispatch":
+            continue  # Megatron's experts may have any
         try:
             replace(_ANY_SHAPE, **{size: getattr(config, name)})
         except ValueError as error:
             problems.append(f"{name}: {error}; change {flag}, {USE_ALLTOALL}")
     return problems
+
+
+def workspace_shape(config: Any, options: MoKOptions) -> LayerShape:
+    """The shape of the workspace for layers of this config. `options.max_tokens_per_rank` must be
+    known."""
+    ffn = config.moe_ffn_hidden_size
+    if options.mode == "dispatch":
+        ffn += -ffn % 64  # computes nothing; how much memory the engine takes depends on it
+    return LayerShape(
+        hidden=config.hidden_size,
+        ffn=ffn,
+        num_experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        max_tokens=options.max_tokens_per_rank,
+        dtype=config.params_dtype,
+    )
 
 
 def _placement_problem(config: Any) -> str | None:
@@ -121,7 +139,7 @@ def device_problems(config: Any, options: MoKOptions, device_type: str) -> list[
 
 
 def check_config(config: Any, device: torch.device | None = None) -> MoKOptions:
-    """Refuse what the fused layer cannot do, and switch off what it does without.
+    """Refuse what the mode cannot do, and switch off what it does without.
 
     Looks at the config, and at the arguments and options of this process. Does nothing for configs
     of other dispatchers and of models without experts.
@@ -145,10 +163,11 @@ def check_config(config: Any, device: torch.device | None = None) -> MoKOptions:
         # config has to say so too.
         _warn_once(
             "moe_shared_expert_overlap has no effect under --moe-token-dispatcher-type mok: the "
-            "shared expert runs before the fused kernel, with the same result."
+            "shared expert runs before the routed experts, with the same result."
         )
         config.moe_shared_expert_overlap = False
-    if config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules:
+    selective = config.recompute_granularity == "selective"
+    if options.mode == "fused" and selective and "moe_act" in config.recompute_modules:
         _warn_once(
             "recompute module moe_act has no effect under --moe-token-dispatcher-type mok: the "
             "fused layer always recomputes the activation in backward."

@@ -34,15 +34,8 @@ def test_arms_differ_in_flags_alone():
     assert {arm.name for arm in ARMS.values() if arm.plugin} == {"mok", "mok_dispatch"}
 
 
-def test_all_arms_but_dispatch_mode_run_where_everything_is_there(gpus):
-    reasons = {name: arm.unavailable(comparison()) for name, arm in ARMS.items()}
-    assert reasons.pop("mok_dispatch") == "--mok-mode dispatch is not there yet"
-    assert set(reasons.values()) == {None}
-
-
-def test_dispatch_mode_runs_once_it_is_there(gpus):
-    gpus.setattr("megatron_mok.megatron.flags.AVAILABLE_MODES", ("fused", "dispatch"))
-    assert ARMS["mok_dispatch"].unavailable(comparison()) is None
+def test_all_arms_run_where_everything_is_there(gpus):
+    assert {arm.unavailable(comparison()) for arm in ARMS.values()} == {None}
 
 
 @pytest.mark.parametrize("name", ["deepep", "ncclep"])
@@ -63,15 +56,16 @@ def test_flex_dispatchers_need_fp32_probs_and_gpus(gpus, name):
 
 def test_arms_on_gpus_need_what_megatron_needs(gpus):
     gpus.setattr(probe, "no_gpu_training", lambda: "no Transformer Engine")
-    for name in set(ARMS) - {"mok_dispatch"}:
-        assert ARMS[name].unavailable(comparison()) == "no Transformer Engine"
+    for arm in ARMS.values():
+        assert arm.unavailable(comparison()) == "no Transformer Engine"
     assert ARMS["alltoall"].unavailable(comparison(device="cpu")) is None
 
 
 def test_mok_needs_an_engine_for_the_device(gpus):
     gpus.setattr(probe, "no_engine", lambda device: f"no engine for {device}")
-    assert ARMS["mok"].unavailable(comparison()) == "no engine for cuda"
-    assert ARMS["mok"].unavailable(comparison(device="cpu")) == "no engine for cpu"
+    for name in ("mok", "mok_dispatch"):
+        assert ARMS[name].unavailable(comparison()) == "no engine for cuda"
+        assert ARMS[name].unavailable(comparison(device="cpu")) == "no engine for cpu"
 
 
 def test_gpu_of_another_generation(monkeypatch):

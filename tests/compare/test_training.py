@@ -58,7 +58,9 @@ def comparison(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("MEGATRON_MOK_CACHE", str(folder / "cache"))
     config = write_config(folder)
-    status = main(["compare", str(config), "--out", str(folder), "--arms", "alltoall,deepep,mok"])
+    status = main(
+        ["compare", str(config), "--out", str(folder), "--arms", "alltoall,deepep,mok,mok_dispatch"]
+    )
     patch.undo()
     return status, folder
 
@@ -76,8 +78,9 @@ def test_all_arms_run(comparison, results):
         "alltoall +1 ulp",
         "deepep",
         "mok",
+        "mok_dispatch",
     ]
-    assert len((folder / "results.csv").read_text().splitlines()) == 5
+    assert len((folder / "results.csv").read_text().splitlines()) == 6
     assert (folder / "report.png").stat().st_size > 10_000
     assert "iteration        1/" in (folder / "alltoall" / "megatron.log").read_text()
     assert not list(folder.rglob("checkpoint"))  # the step-0 weights are not left behind
@@ -105,7 +108,7 @@ def test_time_in_moe_layers_is_a_part_of_the_step(results):
 
 def test_replicas_are_equal_at_start_and_end(comparison):
     # The workers check it; look that they did, and on parameters that have replicas.
-    for arm in ("alltoall", "mok"):
+    for arm in ("alltoall", "mok", "mok_dispatch"):
         history = read_history(comparison[1] / arm, 2)
         for a, b in ((history.start[0], history.start[1]), (history.end[0], history.end[1])):
             shared = [name for name in a["weights"] if ".experts." not in name]
@@ -118,12 +121,21 @@ def test_replicas_are_equal_at_start_and_end(comparison):
 
 
 def test_arms_agree(results):
-    first, yardstick, _, mok = results["rows"]
-    assert mok["arm"] == "mok"
-    # FP32 sums in another order: the largest of 12 steps was 1e-6.
-    assert 0 <= mok["max_loss_diff"] < 2e-5
-    assert mok["final_loss"] == pytest.approx(first["final_loss"], abs=2e-5)
-    # One last place in the experts is felt, and is no more than that.
+    first, _, _, *both = results["rows"]
+    for mok in both:
+        # FP32 sums in another order: the largest of 12 steps was 1e-6.
+        assert 0 <= mok["max_loss_diff"] < 2e-5
+        assert mok["final_loss"] == pytest.approx(first["final_loss"], abs=2e-5)
+
+
+def test_arms_run_in_their_modes(comparison):
+    said = [(comparison[1] / arm / "megatron.log").read_text() for arm in ("mok", "mok_dispatch")]
+    assert "megatron_mok: fused MoE layers" in said[0]
+    assert "megatron_mok: dispatch and combine around Megatron's experts" in said[1]
+
+
+def test_one_last_place_in_the_experts_is_felt(results):
+    _, yardstick, *_ = results["rows"]
     assert yardstick["yardstick"]
     assert 0 < yardstick["max_loss_diff"] < 2e-5
 

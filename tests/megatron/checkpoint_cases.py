@@ -34,7 +34,7 @@ def _state(trainer: Trainer, is_loading: bool, optimizer: bool = True) -> dict[s
     return {"model": model, "optimizer": states}
 
 
-def _save(trainer: Trainer, folder: str) -> list[tuple]:
+def save(trainer: Trainer, folder: str) -> list[tuple]:
     """Save model and optimizer; returns where each of their tensors goes."""
     if torch.distributed.get_rank() == 0:
         os.makedirs(folder)
@@ -46,7 +46,7 @@ def _save(trainer: Trainer, folder: str) -> list[tuple]:
     return placed
 
 
-def _loaded(dispatcher: str, folder: str, optimizer: bool = True) -> Trainer:
+def load(dispatcher: str, folder: str, optimizer: bool = True) -> Trainer:
     """A fresh trainer at the checkpoint in `folder`, with or without its optimizer's state."""
     trainer = Trainer(dispatcher)
     strict = "raise_all" if optimizer else "raise_unexpected"
@@ -72,7 +72,7 @@ def _places(state: Any) -> list[tuple]:
     return []
 
 
-def _train(trainer: Trainer) -> list[float]:
+def train(trainer: Trainer) -> list[float]:
     """Losses and gradient norms of three more steps."""
     numbers = []
     for _ in range(3):
@@ -81,7 +81,7 @@ def _train(trainer: Trainer) -> list[float]:
     return numbers
 
 
-def _difference(found: list[float], expected: list[float]) -> float:
+def difference(found: list[float], expected: list[float]) -> float:
     return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
 
 
@@ -103,31 +103,31 @@ def journey(folder: str) -> dict[str, Any]:
     for _ in range(SAVED_AT):
         saver.step()
     native_logits = saver.logits()
-    native_places = _save(saver, f"{folder}/native")
-    native_steps = _train(saver)
-    model_alone = _difference(_train(_loaded("mok", f"{folder}/native", False)), native_steps)
+    native_places = save(saver, f"{folder}/native")
+    native_steps = train(saver)
+    model_alone = difference(train(load("mok", f"{folder}/native", False)), native_steps)
 
     logits, steps = {}, {}
     for ep in (2, 4, 1):
         set_up_parallel(ep)
         # Megatron has one optimizer at EP 1 and two elsewhere, and cannot load one as the other.
-        trainer = _loaded("mok", f"{folder}/native", optimizer=ep > 1)
+        trainer = load("mok", f"{folder}/native", optimizer=ep > 1)
         logits[ep] = trainer.logits()
         if ep == 2:
             fused_places = _places(_state(trainer, is_loading=False))
         if ep == 4:
-            _save(trainer, f"{folder}/fused")
+            save(trainer, f"{folder}/fused")
         if ep > 1:
-            steps[ep] = _difference(_train(trainer), native_steps)
+            steps[ep] = difference(train(trainer), native_steps)
 
     set_up_parallel(2)
-    back = _loaded("alltoall", f"{folder}/fused")
+    back = load("alltoall", f"{folder}/fused")
     return {
         "same_logits": all(torch.equal(logits[2], logits[ep]) for ep in (4, 1)),
         "logits": float((logits[2] - native_logits).norm() / native_logits.norm()),
         "steps": steps,
         "same_places": fused_places == native_places and len(native_places) > 0,
         "logits_back": torch.equal(back.logits(), native_logits),
-        "steps_back": _train(back) == native_steps,
+        "steps_back": train(back) == native_steps,
         "model_alone": model_alone,
     }

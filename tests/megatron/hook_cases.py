@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from megatron_mok.megatron import MoKOptions, install, set_options, validation
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.flags import get_options
-from megatron_mok.megatron.layer import MoKMoELayer
+from megatron_mok.megatron.layer import FusedMoELayer
 from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS
 from megatron_mok.megatron.spec import with_mok
 from tests.megatron.layer_cases import pair, relative_difference, run_layer
@@ -92,7 +92,7 @@ def names() -> bool:
     native, fused = pair(**SHARED)
     assert list(native.state_dict()) == list(fused.state_dict())
     assert type(copy.copy(native)) is MoELayer
-    assert type(copy.copy(fused)) is MoKMoELayer
+    assert type(copy.copy(fused)) is FusedMoELayer
     keys = [
         [(k, getattr(v, "key", None)) for k, v in layer.sharded_state_dict("mlp.").items()]
         for layer in (native, fused)
@@ -232,8 +232,6 @@ def refused_layers() -> dict[str, str]:
     )
     set_options(MoKOptions())
     said["tokens"] = message_of(lambda: make_layer(make_config("mok")))
-    set_options(MoKOptions(mode="dispatch", max_tokens_per_rank=8))
-    said["dispatch"] = message_of(make_config, "mok")
     # As a program may do it: the config says mok only after it was checked.
     config = make_config("alltoall", moe_expert_capacity_factor=1.0)
     config.moe_token_dispatcher_type = "mok"
@@ -293,9 +291,9 @@ def less_fused() -> tuple[bool, list[str]]:
     return not config.moe_shared_expert_overlap, said
 
 
-def announcements() -> list[str]:
+def announcements(mode: str = "fused") -> list[str]:
     """What two layers of a shape not built before print on this rank."""
-    set_up_parallel(2)
+    set_up_parallel(2, mode=mode)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         for _ in range(2):
@@ -303,10 +301,10 @@ def announcements() -> list[str]:
     return output.getvalue().splitlines()
 
 
-def own_spec(mtp: bool) -> dict[str, Any]:
+def own_spec(mtp: bool, mode: str = "fused") -> dict[str, Any]:
     """Models from specs without the hook on MoELayer: kinds of MoE layers in a model of a native
     spec, of the same one `with_mok`, and of the native one again; and what a wrong config says."""
-    set_up_parallel(2)
+    set_up_parallel(2, mode=mode)
     changes: dict[str, Any] = {"num_layers": 1, "mtp_num_layers": 1 if mtp else None}
     spec = get_gpt_decoder_block_spec(make_config("alltoall", **changes), False)
 
@@ -319,6 +317,7 @@ def own_spec(mtp: bool) -> dict[str, Any]:
         assert len(layers) == 1 + mtp
         return {type(layer).__name__ for layer in layers}
 
+    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     hook = MoELayer.__new__
     MoELayer.__new__ = staticmethod(lambda cls, *args, **kwargs: object.__new__(cls))
     try:
@@ -326,7 +325,7 @@ def own_spec(mtp: bool) -> dict[str, Any]:
             "hooks": kinds("alltoall", spec),
             "layers": kinds("mok", with_mok(spec)),
             "given": kinds("alltoall", spec),
-            "refused": message_of(kinds, "mok", with_mok(spec), moe_expert_capacity_factor=1.0),
+            "refused": message_of(kinds, "mok", with_mok(spec), **padded),
         }
     finally:
         MoELayer.__new__ = staticmethod(hook)
@@ -379,23 +378,40 @@ def from_yaml(path: str, top: dict[str, Any], model: dict[str, Any]) -> tuple[st
 class GroupedLinear(torch.nn.Module):
     """Stands for Transformer Engine's grouped linear: its parameters, multiplied one by one."""
 
-    def __init__(self, num_gemms: int, in_size: int, out_size: int, *_: Any, **__: Any) -> None:
+    def __init__(
+        self,
+        num_gemms: int,
+        in_size: int,
+        out_size: int,
+        *_: Any,
+        bias: bool,
+        skip_bias_add: bool,
+        **__: Any,
+    ) -> None:
         super().__init__()
         self.num_gemms = num_gemms
+        self.bias, self.skip_bias_add = bias, skip_bias_add
         for index in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(out_size, in_size))
-            weight.allreduce = False
-            self.register_parameter(f"weight{index}", weight)
+            for name, shape in (("weight", (out_size, in_size)), ("bias", (out_size,))):
+                if name == "weight" or bias:
+                    parameter = torch.nn.Parameter(torch.empty(shape))
+                    parameter.allreduce = False
+                    self.register_parameter(f"{name}{index}", parameter)
 
-    def forward(self, x: torch.Tensor, splits: Any) -> tuple[torch.Tensor, None]:
+    def _all(self, name: str) -> list[torch.Tensor]:
+        return [self._parameters[f"{name}{i}"] for i in range(self.num_gemms)]
+
+    def forward(self, x: torch.Tensor, splits: Any) -> tuple[torch.Tensor, list | None]:
         parts = x.split([int(n) for n in splits])
-        weights = [self._parameters[f"weight{i}"] for i in range(self.num_gemms)]
-        return torch.cat([part @ w.t() for part, w in zip(parts, weights, strict=True)]), None
+        parts = [part @ w.t() for part, w in zip(parts, self._all("weight"), strict=True)]
+        if self.bias and not self.skip_bias_add:
+            parts = [part + bias for part, bias in zip(parts, self._all("bias"), strict=True)]
+        return torch.cat(parts), self._all("bias") if self.bias and self.skip_bias_add else None
 
 
-def grouped_experts(ep: int) -> dict[str, float]:
+def grouped_experts(ep: int, mode: str = "fused", **changes: Any) -> dict[str, float]:
     """Relative differences of a layer of TEGroupedMLP experts under mok to that under alltoall."""
-    set_up_parallel(ep)
+    set_up_parallel(ep, mode=mode)
     linears = [
         type(name, (GroupedLinear,), {"__module__": "megatron.core.extensions.transformer_engine"})
         for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
@@ -404,7 +420,7 @@ def grouped_experts(ep: int) -> dict[str, float]:
     layers = []
     for kind in ("alltoall", "mok"):
         layer = MoELayer(
-            make_config(kind, moe_grouped_gemm=True),
+            make_config(kind, moe_grouped_gemm=True, **changes),
             MoESubmodules(experts=experts),
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )

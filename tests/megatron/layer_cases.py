@@ -1,4 +1,4 @@
-"""Rank side: one MoE layer under `mok` against the same layer under `alltoall`."""
+"""Rank side: one MoE layer under `mok`, in either mode, against the same layer under `alltoall`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megatron_mok.megatron.layer import MoKMoELayer
@@ -46,10 +47,9 @@ def relative_difference(found: torch.Tensor | None, expected: torch.Tensor | Non
     return float(difference / scale) if scale > 0 else float(difference)
 
 
-def pair(**changes: Any) -> tuple[Any, MoKMoELayer]:
+def pair(**changes: Any) -> tuple[MoELayer, MoKMoELayer]:
     """The same layer twice, with equal weights: under alltoall and under mok."""
     native, fused = (make_layer(make_config(kind, **changes)) for kind in ("alltoall", "mok"))
-    assert type(fused) is MoKMoELayer
     fused.load_state_dict(native.state_dict(), strict=True)
     return native, fused
 
@@ -60,10 +60,11 @@ def compare(
     router: str = "softmax",
     tp: int = 1,
     padded: int = 0,
+    mode: str = "fused",
     **changes: Any,
 ) -> dict[str, float]:
-    """Relative differences of output, dX and every parameter gradient, fused against native."""
-    set_up_parallel(ep, tp=tp)
+    """Relative differences of output, dX and every parameter gradient, mok against native."""
+    set_up_parallel(ep, tp=tp, mode=mode)
     if changes.get("bf16"):
         changes["params_dtype"] = torch.bfloat16
     native, fused = pair(**ROUTERS[router], **changes)
@@ -78,9 +79,12 @@ def compare(
     return {name: relative_difference(found[name], expected[name]) for name in expected}
 
 
-def compare_below_the_router(ep: int, tokens: list[int]) -> dict[str, float]:
-    """As `compare`, from given routes on: Megatron's router does not take 0 tokens."""
-    set_up_parallel(ep)
+def compare_below_the_router(
+    ep: int, tokens: list[int], mode: str = "fused", experts: int = 8
+) -> dict[str, float]:
+    """As `compare`, from given routes on: Megatron's router does not take 0 tokens. All of them go
+    to the first `experts` of 8."""
+    set_up_parallel(ep, mode=mode)
     mine = tokens[torch.distributed.get_rank()]
     results = []
     for layer in pair():
@@ -88,7 +92,7 @@ def compare_below_the_router(ep: int, tokens: list[int]) -> dict[str, float]:
         x = torch.randn(mine, 1, 64, generator=generator).requires_grad_()
         scores = torch.rand(mine, 8, generator=generator)
         routing_map = torch.zeros(mine, 8, dtype=torch.bool)
-        routing_map.scatter_(1, scores.topk(2, dim=1).indices, True)
+        routing_map.scatter_(1, scores[:, :experts].topk(2, dim=1).indices, True)
         probs = (scores * routing_map).requires_grad_()
         hidden, weights = layer.preprocess(x, probs, routing_map)
         dispatched, weights = layer.dispatch(hidden, weights)
@@ -103,9 +107,9 @@ def compare_below_the_router(ep: int, tokens: list[int]) -> dict[str, float]:
     return {name: relative_difference(found[name], expected[name]) for name in expected}
 
 
-def replayed_routes(ep: int) -> dict[str, float]:
+def replayed_routes(ep: int, mode: str = "fused") -> dict[str, float]:
     """As `compare`, with routes that Megatron's router replays from a list."""
-    set_up_parallel(ep)
+    set_up_parallel(ep, mode=mode)
     native, fused = pair(moe_enable_routing_replay=True)
     generator = torch.Generator().manual_seed(11 + torch.distributed.get_rank())
     ids_TK = torch.rand(48, 8, generator=generator).argsort(dim=1)[:, :2]
@@ -123,18 +127,18 @@ def replayed_routes(ep: int) -> dict[str, float]:
     return {name: relative_difference(found[name], expected[name]) for name in expected}
 
 
-def run_twice(ep: int, tokens: int) -> list[str]:
-    """Names of the results that differ in any bit between two runs of the fused layer."""
-    set_up_parallel(ep)
+def run_twice(ep: int, tokens: int, mode: str = "fused") -> list[str]:
+    """Names of the results that differ in any bit between two runs of the layer."""
+    set_up_parallel(ep, mode=mode)
     layer = make_layer(make_config("mok", moe_shared_expert_intermediate_size=64))
     first, second = run_layer(layer, tokens), run_layer(layer, tokens)
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def gradients_without_tokens(ep: int) -> dict[str, bool]:
+def gradients_without_tokens(ep: int, mode: str = "fused") -> dict[str, bool]:
     """Whether each expert's weight gradients are zeros, with all tokens on experts 0 to 3, after a
     call that used all experts."""
-    set_up_parallel(ep)
+    set_up_parallel(ep, mode=mode)
     router = ROUTERS["deepseek"] | {"moe_router_num_groups": None, "moe_router_group_topk": None}
     layer = make_layer(make_config("mok", **router))
     run_layer(layer, 32)
@@ -178,9 +182,9 @@ def _load_weights(layer: Any) -> None:
     layer.load_state_dict({k: v * 2 for k, v in layer.state_dict().items() if v is not None})
 
 
-def no_grad_and_eval() -> list[float]:
+def no_grad_and_eval(mode: str = "fused") -> list[float]:
     """Differences of outputs in evaluation and under no_grad."""
-    set_up_parallel(2)
+    set_up_parallel(2, mode=mode)
     native, fused = pair(moe_shared_expert_intermediate_size=64)
     x = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(1))
     differences = []
@@ -192,9 +196,9 @@ def no_grad_and_eval() -> list[float]:
     return differences
 
 
-def stages_match_forward() -> bool:
+def stages_match_forward(mode: str = "fused") -> bool:
     """Whether the stage methods, called one by one, give what forward gives."""
-    set_up_parallel(2)
+    set_up_parallel(2, mode=mode)
     layer = make_layer(make_config("mok", moe_shared_expert_intermediate_size=64))
     layer.eval()
     x = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(1))

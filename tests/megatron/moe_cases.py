@@ -14,6 +14,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mok.megatron import MoKOptions, set_options
+from megatron_mok.megatron.flags import get_options
+from megatron_mok.megatron.layer import DispatchMoELayer, FusedMoELayer
 from megatron_mok.runtime import release_workspaces
 from tests.megatron.rank_pool import init_world
 
@@ -41,8 +43,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
 _layout: tuple[int, int, int] | None = None
 
 
-def set_up_parallel(ep: int, tp: int = 1, pp: int = 1) -> None:
-    """Process groups for these sizes, expert tensor parallelism 1, all other ranks data parallel.
+def set_up_parallel(ep: int, tp: int = 1, pp: int = 1, mode: str = "fused") -> None:
+    """Process groups for these sizes, expert tensor parallelism 1, all other ranks data parallel;
+    and MoK's mode from now on.
 
     Groups of the last layout stay when it is the same one, and go otherwise: each has threads.
     """
@@ -60,7 +63,14 @@ def set_up_parallel(ep: int, tp: int = 1, pp: int = 1) -> None:
         )
         _layout = (ep, tp, pp)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    set_options(MoKOptions(max_tokens_per_rank=MAX_TOKENS))
+    set_options(MoKOptions(mode, max_tokens_per_rank=MAX_TOKENS))
+
+
+def kind_of(dispatcher: str) -> type[MoELayer]:
+    """The class of layers under this dispatcher, in the present mode."""
+    if dispatcher != "mok":
+        return MoELayer
+    return {"fused": FusedMoELayer, "dispatch": DispatchMoELayer}[get_options().mode]
 
 
 def make_config(dispatcher: str, **changes: Any) -> TransformerConfig:
@@ -105,6 +115,7 @@ def make_layer(config: TransformerConfig, seed: int = 7) -> MoELayer:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     build = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
     layer = build(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    assert type(layer) is kind_of(config.moe_token_dispatcher_type)
     layer.set_layer_number(1)
     torch.manual_seed(seed + torch.distributed.get_rank())
     for name, parameter in layer.named_parameters():

@@ -8,11 +8,13 @@ try:
     from megatron.core.transformer.moe import moe_logging
 except ImportError:
     moe_logging = None
-    from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils
 
 
 def forget() -> None:
-    """Drop what is recorded, and with it the process groups that it was recorded for."""
+    """Drop what is recorded, and with it the process groups that it was recorded for; and the scale
+    of router losses, which has another shape where no training step sets it."""
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if moe_logging is not None:
         moe_logging.destroy_moe_metrics_tracker()
     else:

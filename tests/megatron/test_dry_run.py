@@ -224,6 +224,20 @@ def test_gradients_that_cannot_be_added_in_place(forks):
     assert f"Fresh weight gradients of a layer pass through {gib:.2f} GiB besides" in out
 
 
+def test_mode_dispatch(forks):
+    args = [*model_args("qwen3_30b"), *TRAIN, MOK, "--expert-model-parallel-size=8"]
+    status, out, err = forks.run(["--dry-run=2x8", *args, "--mok-mode=dispatch"])
+    assert (status, err) == (0, "")
+    assert (
+        "dispatcher  mok, mode dispatch: up to 4,096 tokens of a rank in a call; Megatron's "
+        "experts keep what backward needs\n" in out
+    )
+    (header,) = [line for line in out.splitlines() if line.split()[:1] == ["stage"]]
+    assert header.split()[-2:] == ["workspace", "total"]
+    assert "Not counted:\nactivations, temporary buffers" in out
+    assert "workspace: MoK's, one for all layers" in out
+
+
 def test_other_dispatchers(forks):
     flex = ["--moe-token-dispatcher-type=flex", "--moe-flex-dispatcher-backend=hybridep"]
     args = [*SMALL, *TRAIN, *flex, "--expert-model-parallel-size=8"]

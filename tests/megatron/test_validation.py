@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from megatron_mok.megatron import MoKOptions, flags, set_options, validation
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS
-from megatron_mok.megatron.validation import check_config, config_problems, layer_problems
+from megatron_mok.megatron.validation import (
+    check_config,
+    config_problems,
+    layer_problems,
+    workspace_shape,
+)
 from megatron_mok.runtime import MoKUnsupportedError
 
 FINE = {
@@ -100,12 +105,26 @@ def config(**changes):
     return SimpleNamespace(**FINE | changes)
 
 
-def problems(**changes):
-    return config_problems(config(**changes), None, MoKOptions())
+# What Megatron's own experts can do; each is tested in test_dispatch_mode.py.
+FUSED_ALONE = {
+    "add_bias_linear",
+    "gated_linear_unit",
+    "activation_func",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "activation_func_fp8_input_store",
+    "moe_expert_capacity_factor",
+    "moe_apply_probs_on_input",
+    "moe_mlp_glu_interleave_size",
+}
+
+
+def problems(mode="fused", **changes):
+    return config_problems(config(**changes), None, MoKOptions(mode))
 
 
 def test_fine_config_has_no_problems():
-    assert problems() == []
+    assert problems() == problems("dispatch") == []
     assert config_problems(config(), SimpleNamespace(use_megatron_fsdp=False), MoKOptions()) == []
     check_config(config())
 
@@ -116,6 +135,14 @@ def test_each_setting_is_refused(name):
     assert line.startswith(f"{name} = ")
     way_out = line.split("; ", 1)[1]
     assert "--" in way_out or "in the config" in way_out
+    assert ("--mok-mode dispatch" in way_out) == (name in FUSED_ALONE)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mode_dispatch_refuses_what_is_not_only_a_matter_of_the_experts(name):
+    lines = problems("dispatch", **{name: REFUSED[name]})
+    assert [line.split(" = ")[0] for line in lines] == [name] * (name not in FUSED_ALONE)
+    assert not any("mode dispatch, or" in line for line in lines)
 
 
 def test_every_rule_is_tested():
@@ -134,17 +161,26 @@ def test_partial_cuda_graphs(impl):
         assert problems(cuda_graph_impl=impl, cuda_graph_modules=modules)
     assert not problems(cuda_graph_impl=impl, cuda_graph_modules=["attn", "mlp"])
     assert not problems(cuda_graph_impl="full_iteration")
+    assert problems("dispatch", cuda_graph_impl=impl, cuda_graph_modules=["moe_router"])
+    assert not problems("dispatch", cuda_graph_impl=impl, cuda_graph_modules=["attn", "mlp"])
+
+
+def test_graphs_of_the_whole_iteration_are_for_mode_fused():
+    (line,) = problems("dispatch", cuda_graph_impl="full_iteration")
+    assert "the CPU waits for numbers of rows" in line
+    assert "set --cuda-graph-impl none, or --mok-mode fused" in line
 
 
 def test_partial_cuda_graphs_before_0_18():
-    def captured(*scopes):
+    def captured(*scopes, mode="fused"):
         owner = config(cuda_graph_impl="local", cuda_graph_scope=list(scopes))
         del owner.cuda_graph_modules
-        return config_problems(owner, None, MoKOptions())
+        return config_problems(owner, None, MoKOptions(mode))
 
     assert captured("moe_router")
     assert captured()
     assert not captured("full_iteration")
+    assert len(captured("full_iteration", mode="dispatch")) == 1
     assert not captured("attn")
 
 
@@ -170,6 +206,17 @@ def test_sizes_that_no_engine_takes(change, said):
     (line,) = problems(**change)
     assert line.startswith(said)
     assert "change --" in line
+
+
+def test_experts_of_any_width_in_mode_dispatch():
+    assert problems("dispatch", moe_ffn_hidden_size=1000) == []
+    (line,) = problems("dispatch", hidden_size=96)
+    assert line.startswith("hidden_size: hidden is 96")
+    shapes = [
+        workspace_shape(config(moe_ffn_hidden_size=ffn), MoKOptions("dispatch", 8)).ffn
+        for ffn in (1000, 1024)
+    ]
+    assert shapes == [1024, 1024]
 
 
 @pytest.mark.parametrize("size", [{"hidden_size": 2880}, {"hidden_size": 3584}])
@@ -215,7 +262,7 @@ def test_all_conflicts_in_one_error(monkeypatch):
     """Of config, arguments, options, sizes and device."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     args = SimpleNamespace(
-        use_torch_fsdp2=True, mok_mode="dispatch", mok_host_threads=-1, mok_inner_timeout_s=0.0
+        use_torch_fsdp2=True, mok_mode="both", mok_host_threads=-1, mok_inner_timeout_s=0.0
     )
     monkeypatch.setattr(validation, "megatron_args", lambda: args)
     monkeypatch.setattr(flags, "megatron_args", lambda: args)
@@ -235,11 +282,13 @@ def test_other_dispatchers_and_dense_models_are_left_alone():
     check_config(config(**REFUSED | {"num_moe_experts": None}))
 
 
-def test_dispatch_mode_is_refused_while_it_is_not_there():
+def test_the_mode_in_force_decides():
+    biased = config(add_bias_linear=True)
+    with pytest.raises(MoKConfigError, match="set --disable-bias-linear, set --mok-mode dispatch"):
+        check_config(biased)
     set_options(MoKOptions(mode="dispatch"))
     try:
-        with pytest.raises(MoKConfigError, match="--mok-mode dispatch: not available yet"):
-            check_config(config())
+        check_config(biased)
     finally:
         set_options(None)
 

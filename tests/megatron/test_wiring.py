@@ -62,7 +62,6 @@ def test_layers_refused_at_construction(ranks):
     assert "hidden is 96" in said["shape"]
     assert "topk is 33" in said["shape"]
     assert "--mok-max-tokens-per-rank" in said["tokens"]
-    assert "--mok-mode dispatch: not available yet" in said["dispatch"]
     assert "drop --moe-expert-capacity-factor" in said["late"]
     for said in answers:
         assert "the EP group spans the hosts" in said["hosts"]
@@ -128,9 +127,9 @@ def test_one_line_says_what_runs(ranks):
 def test_specs_that_name_the_layer(ranks, mtp):
     for found in ranks.run("hook_cases.own_spec", mtp):
         assert found["hooks"] == {"MoELayer"}
-        assert found["layers"] == {"MoKMoELayer"}
+        assert found["layers"] == {"FusedMoELayer"}
         assert found["given"] == {"MoELayer"}
-        assert "drop --moe-expert-capacity-factor" in found["refused"]
+        assert "drop --moe-pad-expert-input-to-capacity" in found["refused"]
 
 
 def test_install_is_idempotent(ranks):

@@ -25,11 +25,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_mok.megatron.layer import MoKMoELayer
 from megatron_mok.megatron.replicas import assert_replicas_equal
 from tests.megatron import moe_metrics
 from tests.megatron.moe_cases import (
     ROUTERS,
+    kind_of,
     make_config,
     set_up_parallel,
     use_host_weight_gradient_fusion,
@@ -69,7 +69,7 @@ class Trainer:
             position_embedding_type="rope",
             mtp_block_spec=mtp,
         )
-        kind = MoKMoELayer if dispatcher == "mok" else MoELayer
+        kind = kind_of(dispatcher)
         layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         assert layers
         assert all(type(layer) is kind for layer in layers)
@@ -222,10 +222,15 @@ def train(dispatcher: str, steps: int, **changes: Any) -> Course:
 
 
 def compare(
-    ep: int, router: str = "softmax", pp: int = 1, fusion: bool = False, **changes: Any
+    ep: int,
+    router: str = "softmax",
+    pp: int = 1,
+    fusion: bool = False,
+    mode: str = "fused",
+    **changes: Any,
 ) -> dict[str, float]:
     """Largest relative differences between training with mok and with alltoall."""
-    set_up_parallel(ep, pp=pp)
+    set_up_parallel(ep, pp=pp, mode=mode)
     changes = ROUTERS[router] | changes
     use_output_discarding_without_te()
     if fusion:
@@ -288,9 +293,9 @@ def train_without_aliases(ep: int) -> str:
     return "losses differ" if _worst(fused.losses, native.losses) > 1e-5 else ""
 
 
-def train_twice(ep: int) -> bool:
+def train_twice(ep: int, mode: str = "fused") -> bool:
     """Whether two training runs give bitwise equal losses, gradient norms and parameters."""
-    set_up_parallel(ep)
+    set_up_parallel(ep, mode=mode)
     first, second = train("mok", 3), train("mok", 3)
     return (
         first.losses == second.losses

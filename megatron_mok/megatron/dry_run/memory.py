@@ -10,7 +10,8 @@ import torch
 from megatron_mok.megatron.dry_run.parameters import ParameterCounter, Parameters
 from megatron_mok.megatron.dry_run.stages import Stage, in_flight
 from megatron_mok.megatron.flags import MoKOptions
-from megatron_mok.runtime import LayerShape, MoKUnsupportedError, workspace_nbytes
+from megatron_mok.megatron.validation import workspace_shape
+from megatron_mok.runtime import MoKUnsupportedError, workspace_nbytes
 
 HOPPER_SMS = 132
 """Streaming multiprocessors of an H100 or H200 SXM, which the size of the workspace depends on."""
@@ -21,9 +22,13 @@ _STATES = {"adam": 2, "sgd": 1, "lion": 1}
 
 @dataclass(frozen=True)
 class MoKMemory:
-    """What the fused layers take on a rank that has any.
+    """What MoK's layers take on a rank that has any.
+
+    In mode dispatch only the workspace: what backward needs is kept by Megatron's experts, and is
+    not counted.
 
     Attributes:
+        mode: of `--mok-mode`.
         max_tokens: most tokens of a rank in one call.
         saved_rows: rows of pre-activations that one call keeps for backward.
         saved_bytes: what one call keeps for backward: these rows, and the layer's input.
@@ -33,6 +38,7 @@ class MoKMemory:
         missing: why the engine, which knows the size of the workspace, is not here; or None.
     """
 
+    mode: str
     max_tokens: int
     saved_rows: int
     saved_bytes: int
@@ -43,30 +49,27 @@ class MoKMemory:
     @classmethod
     def of(cls, config: Any, args: Any, options: MoKOptions, device_type: str) -> MoKMemory:
         """For layers of this config. `options.max_tokens_per_rank` must be known."""
-        into_main_grad = config.gradient_accumulation_fusion and grad_bytes(args) == 4
-        shape = LayerShape(
-            hidden=config.hidden_size,
-            ffn=config.moe_ffn_hidden_size,
-            num_experts=config.num_moe_experts,
-            topk=config.moe_router_topk,
-            max_tokens=options.max_tokens_per_rank,
-            dtype=config.params_dtype,
-        )
+        shape = workspace_shape(config, options)
         ep = config.expert_model_parallel_size
-        rows = options.saved_rows(shape.max_tokens, shape.topk, ep, shape.num_experts // ep)
-        width = config.params_dtype.itemsize
-        weights = shape.num_experts // ep * 3 * shape.hidden * shape.ffn
         workers = HOPPER_SMS if device_type == "cuda" else options.host_threads
         try:
             workspace, missing = workspace_nbytes(shape, ep, device_type, workers), None
         except (MoKUnsupportedError, OSError) as error:
             workspace, missing = None, str(error)
+        rows = saved = buffers = 0
+        if options.mode == "fused":
+            local = shape.num_experts // ep
+            rows = options.saved_rows(shape.max_tokens, shape.topk, ep, local)
+            saved = rows * 2 * shape.ffn + shape.max_tokens * shape.hidden
+            into_main_grad = config.gradient_accumulation_fusion and grad_bytes(args) == 4
+            buffers = 0 if into_main_grad else 4 * local * 3 * shape.hidden * shape.ffn
         return cls(
+            mode=options.mode,
             max_tokens=shape.max_tokens,
             saved_rows=rows,
-            saved_bytes=(rows * 2 * shape.ffn + shape.max_tokens * shape.hidden) * width,
+            saved_bytes=saved * config.params_dtype.itemsize,
             workspace_bytes=workspace,
-            grad_buffer_bytes=0 if into_main_grad else 4 * weights,
+            grad_buffer_bytes=buffers,
             missing=missing,
         )
 
@@ -100,7 +103,7 @@ class MemoryEstimate:
         args: Megatron's arguments.
         counter: of the parameters of one rank.
         microbatches: of one step.
-        mok: of the fused layers; None with another dispatcher, whose activations are not counted.
+        mok: of MoK's layers; None with another dispatcher, whose activations are not counted.
     """
 
     def __init__(

@@ -173,10 +173,10 @@ def _dispatcher(launch: Launch) -> list[str]:
     if mok is None:
         return [name]
     rows = f"{mok.saved_rows:,} rows" if mok.saved_rows else "no rows"
-    texts = [
-        f"{name}: up to {mok.max_tokens:,} tokens of a rank in a call; backward keeps {rows} "
-        f"({mok.saved_bytes / _GIB:.2f} GiB with the input)"
-    ]
+    kept = f"backward keeps {rows} ({mok.saved_bytes / _GIB:.2f} GiB with the input)"
+    if mok.mode == "dispatch":
+        name, kept = f"{name}, mode dispatch", "Megatron's experts keep what backward needs"
+    texts = [f"{name}: up to {mok.max_tokens:,} tokens of a rank in a call; {kept}"]
     if mok.missing:
         texts.append(f"the size of the workspace is not known here: {mok.missing}")
     return texts
@@ -192,7 +192,9 @@ def _pipeline(launch: Launch) -> list[str]:
 
 def _memory(launch: Launch) -> list[str]:
     memory = launch.memory
-    of_mok = ("workspace", "saved") if launch.mok else ()
+    mok = launch.mok
+    fused = mok is not None and mok.mode == "fused"
+    of_mok = (("workspace",) if mok else ()) + (("saved",) if fused else ())
     kinds = ("weights", "grads", "optimizer", *of_mok, "total")
     on_gpus = launch.device_type == "cuda"
     lines = [
@@ -207,21 +209,22 @@ def _memory(launch: Launch) -> list[str]:
     largest = max(stage.total for stage in memory) / _GIB
     beside = f"; {_GPUS}" if on_gpus else ""
     lines += ["", f"The largest is {largest:.1f} GiB{beside}. Not counted:"]
-    if launch.mok is None:
-        lines.append("activations, temporary buffers, NCCL, the CUDA context, fragmentation.")
-    else:
+    sms = f", on a GPU with {HOPPER_SMS} SMs" if on_gpus else ""
+    if fused:
         lines += [
             "activations but those of the experts, temporary buffers, NCCL, the CUDA context,",
-            "fragmentation. workspace: MoK's, one for all layers"
-            + (f", on a GPU with {HOPPER_SMS} SMs" if on_gpus else "")
-            + ". saved: most that the",
+            f"fragmentation. workspace: MoK's, one for all layers{sms}. saved: most that the",
             "fused layers keep for backward, in all microbatches in flight.",
         ]
-        if buffers := launch.mok.grad_buffer_bytes:
-            lines += [
-                f"Fresh weight gradients of a layer pass through {buffers / _GIB:.2f} GiB besides:",
-                "none with gradient accumulation fusion and gradients in FP32.",
-            ]
+    else:
+        lines.append("activations, temporary buffers, NCCL, the CUDA context, fragmentation.")
+        if mok is not None:
+            lines.append(f"workspace: MoK's, one for all layers{sms}.")
+    if fused and (buffers := mok.grad_buffer_bytes):
+        lines += [
+            f"Fresh weight gradients of a layer pass through {buffers / _GIB:.2f} GiB besides:",
+            "none with gradient accumulation fusion and gradients in FP32.",
+        ]
     if not optimizer_is_counted(launch.args):
         lines.append(f"States of --optimizer {launch.args.optimizer} are counted like Adam's.")
     return lines
