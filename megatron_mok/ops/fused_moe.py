@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_mok.ops.checks import check_device
-from megatron_mok.ops.library import empty_weight_grads
+from megatron_mok.ops.library import FreshWeightGrads
 from megatron_mok.runtime import Workspace, abi
 
 
@@ -117,7 +117,10 @@ class _FusedMoEIntoMainGrad(torch.autograd.Function):
             want and _has_fp32_main_grad(p) for want, p in zip(wanted, ctx.parameters, strict=True)
         ]
         fresh = [want and not main for want, main in zip(wanted, into_main, strict=True)]
-        grads = empty_weight_grads(weights, fresh)
+        fresh_grads = [
+            FreshWeightGrads(weights[part], fresh[part]) for part in (slice(n), slice(n, None))
+        ]
+        grads = [buffer for new in fresh_grads for buffer in new.buffers]
         for i, main in enumerate(into_main):
             if main:
                 grads[i] = ctx.parameters[i].main_grad
@@ -136,15 +139,11 @@ class _FusedMoEIntoMainGrad(torch.autograd.Function):
             any(into_main),
             ctx.workspace,
         )
-        returned: list[torch.Tensor | None] = []
-        for parameter, grad, want, main in zip(
-            ctx.parameters, grads, wanted, into_main, strict=True
-        ):
+        returned = [grad for new in fresh_grads for grad in new.to(hidden.dtype)]
+        for i, (parameter, main) in enumerate(zip(ctx.parameters, into_main, strict=True)):
             if main:
                 parameter.grad_added_to_main_grad = True
-                returned.append(_dummy_grad(parameter))
-            else:
-                returned.append(grad.to(parameter.dtype) if want else None)
+                returned[i] = _dummy_grad(parameter)
         return (
             grad_hidden,
             None,

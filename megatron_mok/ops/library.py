@@ -145,12 +145,31 @@ def _moe_backward_fake(
     return torch.empty_like(hidden), torch.empty_like(probs)
 
 
-def empty_weight_grads(weights: Sequence[torch.Tensor], wanted: Sequence[bool]):
-    """FP32 buffers for fresh weight gradients; an empty tensor where none is wanted."""
-    return [
-        torch.empty_like(w, dtype=torch.float32) if want else w.new_empty(0, dtype=torch.float32)
-        for w, want in zip(weights, wanted, strict=True)
-    ]
+class FreshWeightGrads:
+    """FP32 buffers for new gradients of one weight of all experts.
+
+    They lie in one tensor: one allocation and one conversion in place of hundreds, and the engine
+    sees the same addresses call after call, as far as PyTorch's allocator gives them.
+
+    Args:
+        weights: of the same shape, one for each expert.
+        wanted: for each, whether it has a new gradient.
+    Attributes:
+        buffers: one for each weight; empty where none is wanted.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], wanted: Sequence[bool]):
+        self._wanted = wanted
+        nothing = weights[0].new_empty(0, dtype=torch.float32)
+        self._all = nothing
+        if any(wanted):
+            self._all = nothing.new_empty(len(weights), *weights[0].shape)
+        self.buffers = [self._all[i] if want else nothing for i, want in enumerate(wanted)]
+
+    def to(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """The gradients as autograd returns them: in the weights' dtype, None where not wanted."""
+        grads = self._all.to(dtype)
+        return [grads[i] if want else None for i, want in enumerate(self._wanted)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -167,8 +186,8 @@ def _setup_context(ctx, inputs, output) -> None:
 def _autograd_backward(ctx, grad_output, _grad_preact):
     hidden, expert_ids, probs, preact, *weights = ctx.saved_tensors
     fc1, fc2 = weights[: ctx.num_experts], weights[ctx.num_experts :]
-    grad_fc1 = empty_weight_grads(fc1, [w.requires_grad for w in fc1])
-    grad_fc2 = empty_weight_grads(fc2, [w.requires_grad for w in fc2])
+    grad_fc1 = FreshWeightGrads(fc1, [w.requires_grad for w in fc1])
+    grad_fc2 = FreshWeightGrads(fc2, [w.requires_grad for w in fc2])
     grad_hidden, grad_probs = torch.ops.mok.moe_backward(
         grad_output.contiguous(),
         hidden,
@@ -177,21 +196,17 @@ def _autograd_backward(ctx, grad_output, _grad_preact):
         fc1,
         fc2,
         preact,
-        grad_fc1,
-        grad_fc2,
+        grad_fc1.buffers,
+        grad_fc2.buffers,
         False,
         ctx.workspace,
     )
-
-    def cast(grads, weights):
-        return [g.to(w.dtype) if g.numel() else None for g, w in zip(grads, weights, strict=True)]
-
     return (
         grad_hidden,
         None,
         grad_probs,
-        cast(grad_fc1, fc1),
-        cast(grad_fc2, fc2),
+        grad_fc1.to(hidden.dtype),
+        grad_fc2.to(hidden.dtype),
         grad_output if ctx.has_addend else None,
         None,
         None,
