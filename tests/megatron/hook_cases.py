@@ -127,9 +127,9 @@ def gradient_hooks(fusion: bool) -> dict[str, Any]:
     """
     set_up_parallel(2)
     if fusion:
-        from tests.megatron.moe_cases import use_host_weight_gradient_fusion
+        from tests.megatron.moe_cases import use_weight_gradient_fusion_without_apex
 
-        use_host_weight_gradient_fusion()
+        use_weight_gradient_fusion_without_apex()
     native, fused = pair(gradient_accumulation_fusion=False)
     if fusion:
         fused = make_layer(make_config("mok", gradient_accumulation_fusion=True))

@@ -12,30 +12,60 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron_mok.megatron.layer import MoKMoELayer
 from tests.megatron.moe_cases import ROUTERS, make_config, make_layer, set_up_parallel
 
+MAIN_GRAD_START = 0.25
+
 
 def run_layer(layer: Any, tokens: int, seed: int = 3, padded: int = 0) -> dict[str, torch.Tensor]:
     """Forward and backward of `tokens` random tokens of this rank.
 
     Returns: output, dX, and the gradient of every parameter, by name.
     """
-    config = layer.config
-    generator = torch.Generator().manual_seed(seed + torch.distributed.get_rank())
-    shape = (tokens, 1, config.hidden_size)
-    x = torch.randn(shape, generator=generator).to(config.params_dtype).requires_grad_()
-    grad = torch.randn(shape, generator=generator).to(config.params_dtype)
+    x, grad = random_tokens(layer.config, tokens, seed)
     mask = None
     if padded:
-        mask = torch.zeros(1, tokens, dtype=torch.bool)
+        mask = torch.zeros(1, tokens, dtype=torch.bool).cuda()
         mask[:, -padded:] = True
-    for parameter in layer.parameters():
-        parameter.grad = None
+    forget_gradients(layer)
     output, bias = layer(x, padding_mask=mask)
     assert bias is None
-    assert (output.shape, output.dtype) == (shape, x.dtype)
+    assert (output.shape, output.dtype) == (x.shape, x.dtype)
     output.backward(grad)
-    result = {"output": output.detach(), "dX": x.grad}
-    result |= {f"d {name}": p.grad for name, p in layer.named_parameters()}
-    return result
+    return {"output": output.detach(), "dX": x.grad} | gradients(layer)
+
+
+def random_tokens(config: Any, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, 1, H] hidden states of this rank, a leaf, and gradients of the output.
+
+    In float64 they have the values that they have in BF16.
+    """
+    generator = torch.Generator().manual_seed(seed + torch.distributed.get_rank())
+    drawn_as = torch.bfloat16 if config.params_dtype == torch.float64 else config.params_dtype
+    shape = (tokens, 1, config.hidden_size)
+    x, grad = (
+        torch.randn(shape, generator=generator).to(drawn_as).to(config.params_dtype).cuda()
+        for _ in range(2)
+    )
+    return x.requires_grad_(), grad
+
+
+def forget_gradients(layer: Any) -> None:
+    """Drop all gradients. With gradient accumulation fusion parameters get a `main_grad`, which
+    starts as something to add to."""
+    for parameter in layer.parameters():
+        parameter.grad = None
+        if layer.config.gradient_accumulation_fusion:
+            parameter.main_grad = torch.full_like(parameter, MAIN_GRAD_START, dtype=torch.float32)
+            parameter.grad_added_to_main_grad = False
+
+
+def gradients(layer: Any) -> dict[str, torch.Tensor | None]:
+    """The gradient of every parameter, by name, wherever it went."""
+    return {
+        f"d {name}": p.main_grad - MAIN_GRAD_START
+        if getattr(p, "grad_added_to_main_grad", False)
+        else p.grad
+        for name, p in layer.named_parameters()
+    }
 
 
 def relative_difference(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
@@ -47,9 +77,11 @@ def relative_difference(found: torch.Tensor | None, expected: torch.Tensor | Non
     return float(difference / scale) if scale > 0 else float(difference)
 
 
-def pair(**changes: Any) -> tuple[MoELayer, MoKMoELayer]:
+def pair(spec: str = "local", **changes: Any) -> tuple[MoELayer, MoKMoELayer]:
     """The same layer twice, with equal weights: under alltoall and under mok."""
-    native, fused = (make_layer(make_config(kind, **changes)) for kind in ("alltoall", "mok"))
+    native, fused = (
+        make_layer(make_config(kind, **changes), spec=spec) for kind in ("alltoall", "mok")
+    )
     fused.load_state_dict(native.state_dict(), strict=True)
     return native, fused
 
@@ -127,20 +159,20 @@ def replayed_routes(ep: int, mode: str = "fused") -> dict[str, float]:
     return {name: relative_difference(found[name], expected[name]) for name in expected}
 
 
-def run_twice(ep: int, tokens: int, mode: str = "fused") -> list[str]:
+def run_twice(ep: int, tokens: int, mode: str = "fused", **changes: Any) -> list[str]:
     """Names of the results that differ in any bit between two runs of the layer."""
     set_up_parallel(ep, mode=mode)
-    layer = make_layer(make_config("mok", moe_shared_expert_intermediate_size=64))
+    layer = make_layer(make_config("mok", moe_shared_expert_intermediate_size=64, **changes))
     first, second = run_layer(layer, tokens), run_layer(layer, tokens)
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def gradients_without_tokens(ep: int, mode: str = "fused") -> dict[str, bool]:
+def gradients_without_tokens(ep: int, mode: str = "fused", **changes: Any) -> dict[str, bool]:
     """Whether each expert's weight gradients are zeros, with all tokens on experts 0 to 3, after a
     call that used all experts."""
     set_up_parallel(ep, mode=mode)
     router = ROUTERS["deepseek"] | {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    layer = make_layer(make_config("mok", **router))
+    layer = make_layer(make_config("mok", **router, **changes))
     run_layer(layer, 32)
     layer.router.expert_bias[4:] = -100.0
     grads = run_layer(layer, 32)
@@ -153,10 +185,10 @@ def gradients_without_tokens(ep: int, mode: str = "fused") -> dict[str, bool]:
     return zero
 
 
-def follows_weights() -> float:
+def follows_weights(ep: int = 2, **changes: Any) -> float:
     """Difference to native after each kind of weight change that a training run makes."""
-    set_up_parallel(2)
-    native, fused = pair()
+    set_up_parallel(ep)
+    native, fused = pair(**changes)
     run_layer(fused, 16)
     worst = 0.0
     for change in (_change_in_place, _change_data_pointer, _load_weights):
@@ -182,11 +214,12 @@ def _load_weights(layer: Any) -> None:
     layer.load_state_dict({k: v * 2 for k, v in layer.state_dict().items() if v is not None})
 
 
-def no_grad_and_eval(mode: str = "fused") -> list[float]:
+def no_grad_and_eval(ep: int = 2, mode: str = "fused", **changes: Any) -> list[float]:
     """Differences of outputs in evaluation and under no_grad."""
-    set_up_parallel(2, mode=mode)
-    native, fused = pair(moe_shared_expert_intermediate_size=64)
+    set_up_parallel(ep, mode=mode)
+    native, fused = pair(moe_shared_expert_intermediate_size=64, **changes)
     x = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(1))
+    x = x.to(native.config.params_dtype).cuda()
     differences = []
     for layer in (native, fused):
         layer.eval()

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_mok.megatron import MoKOptions, set_options
+from megatron_mok.megatron import MoKOptions, cpu_mode, set_options
 from megatron_mok.megatron.flags import get_options
 from megatron_mok.megatron.layer import DispatchMoELayer, FusedMoELayer
 from megatron_mok.runtime import release_workspaces
@@ -43,7 +43,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
 _layout: tuple[int, int, int] | None = None
 
 
-def set_up_parallel(ep: int, tp: int = 1, pp: int = 1, mode: str = "fused") -> None:
+def set_up_parallel(
+    ep: int, tp: int = 1, pp: int = 1, mode: str = "fused", max_tokens: int = MAX_TOKENS
+) -> None:
     """Process groups for these sizes, expert tensor parallelism 1, all other ranks data parallel;
     and MoK's mode from now on.
 
@@ -63,7 +65,7 @@ def set_up_parallel(ep: int, tp: int = 1, pp: int = 1, mode: str = "fused") -> N
         )
         _layout = (ep, tp, pp)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    set_options(MoKOptions(mode, max_tokens_per_rank=MAX_TOKENS))
+    set_options(MoKOptions(mode, max_tokens_per_rank=max_tokens))
 
 
 def kind_of(dispatcher: str) -> type[MoELayer]:
@@ -91,10 +93,11 @@ def make_config(dispatcher: str, **changes: Any) -> TransformerConfig:
         gated_linear_unit=True,
         activation_func=F.silu,
         bias_activation_fusion=False,
+        masked_softmax_fusion=False,
         persist_layer_norm=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,
+        use_cpu_initialization=cpu_mode.is_enabled(),
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
@@ -109,13 +112,20 @@ def make_config(dispatcher: str, **changes: Any) -> TransformerConfig:
     return TransformerConfig(**fields)
 
 
-def make_layer(config: TransformerConfig, seed: int = 7) -> MoELayer:
-    """One MoE layer. Every rank draws its own expert weights; all others are equal on all ranks."""
+def make_layer(config: TransformerConfig, seed: int = 7, spec: str = "local") -> MoELayer:
+    """One MoE layer. Every rank draws its own expert weights; all others are equal on all ranks.
+
+    Args:
+        spec: "local" for SequentialMLP, "te" for Transformer Engine's TEGroupedMLP.
+    """
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    build = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    build = get_moe_module_spec(
+        use_te=spec == "te", num_experts=config.num_moe_experts, moe_grouped_gemm=spec == "te"
+    )
     layer = build(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     assert type(layer) is kind_of(config.moe_token_dispatcher_type)
+    layer = layer.cuda()
     layer.set_layer_number(1)
     torch.manual_seed(seed + torch.distributed.get_rank())
     for name, parameter in layer.named_parameters():
@@ -124,11 +134,15 @@ def make_layer(config: TransformerConfig, seed: int = 7) -> MoELayer:
     return layer
 
 
-def use_host_weight_gradient_fusion() -> None:
-    """Give Megatron a CPU version of the CUDA extension behind `gradient_accumulation_fusion`."""
+def use_weight_gradient_fusion_without_apex() -> None:
+    """Give Megatron's own linear layers what they take from apex for
+    `gradient_accumulation_fusion`, where it is not there."""
     from types import SimpleNamespace
 
     from megatron.core.tensor_parallel import layers
+
+    if layers._grad_accum_fusion_available:
+        return
 
     def accumulate(x_TI, grad_TO, main_grad_OI):
         main_grad_OI.add_(grad_TO.float().t() @ x_TI.float())
@@ -146,6 +160,8 @@ def use_output_discarding_without_te() -> None:
 
     from megatron.core.tensor_parallel import random
 
+    if random.HAVE_TE:
+        return
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = lambda **_: nullcontext()
     random.fp8_autocast = lambda **_: nullcontext()

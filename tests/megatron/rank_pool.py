@@ -1,5 +1,6 @@
-"""Real Megatron ranks for tests: processes in CPU mode with gloo that stay up between tests.
+"""Real Megatron ranks for tests: processes that stay up between tests.
 
+On the CPU in CPU mode with gloo; on the first GPU with NCCL, or with gloo where several share it.
 Importing Megatron takes seconds per process, so every test of a session shares the same ranks.
 """
 
@@ -26,13 +27,16 @@ START_TIMEOUT_S = 180.0
 
 
 class RankPool:
-    """`size` ranks of one gloo world, with megatron_mok installed.
+    """`size` ranks of one world, with megatron_mok installed.
 
+    Args:
+        device: "cpu", or "cuda" for the first GPU; several ranks on it need an MPS daemon.
     Raises: RuntimeError when the ranks do not start.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
+        self.device = device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -79,7 +83,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             # Not daemons: saving a checkpoint starts processes. They end when the pipe closes.
             process = context.Process(
-                target=_rank_main, args=(rank, self.size, self._folder.name, theirs)
+                target=_rank_main, args=(rank, self.size, self.device, self._folder.name, theirs)
             )
             process.start()
             theirs.close()
@@ -107,7 +111,7 @@ class RankPool:
         return answers
 
 
-def _rank_main(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def _rank_main(rank: int, size: int, device: str, folder: str, pipe: Connection) -> None:
     os.setpgrp()
     os.environ.update(
         RANK=str(rank),
@@ -115,9 +119,11 @@ def _rank_main(rank: int, size: int, folder: str, pipe: Connection) -> None:
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
         MOK_TEST_RENDEZVOUS=folder,
-        CUDA_VISIBLE_DEVICES="",
+        MOK_TEST_BACKEND="nccl" if device == "cuda" and size == 1 else "gloo",
     )
-    pipe.send(_guarded(_set_up_rank))
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    pipe.send(_guarded(_set_up_rank, device))
     while True:
         try:
             function, args, kwargs = pipe.recv()
@@ -139,7 +145,7 @@ def _guarded(function: Callable, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
         return False, traceback.format_exc()
 
 
-def _set_up_rank() -> None:
+def _set_up_rank(device: str) -> None:
     import torch
 
     from megatron_mok.megatron import cpu_mode, install
@@ -147,7 +153,10 @@ def _set_up_rank() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # Megatron's, about optional packages
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    cpu_mode.enable()
+    if device == "cpu":
+        cpu_mode.enable()
+    else:
+        torch.cuda.set_device(0)
     install()
     init_world()
 
@@ -156,13 +165,13 @@ _worlds = itertools.count()
 
 
 def init_world() -> None:
-    """Rank side: make the gloo world of all ranks; the one before goes, with all its groups."""
+    """Rank side: make the world of all ranks; the one before goes, with all its groups."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(
-        "gloo",
+        os.environ["MOK_TEST_BACKEND"],
         init_method=f"file://{os.environ['MOK_TEST_RENDEZVOUS']}/{next(_worlds)}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.megatron.test_layer import BF16, EVEN, FP32, assert_close
-from tests.megatron.test_training import SHARED, assert_same_training
+from tests.megatron.assertions import BF16, FP32, assert_close, assert_same_training
+from tests.megatron.test_layer import EVEN
+from tests.megatron.test_training import SHARED
 
 DISPATCH = {"mode": "dispatch"}
 SETTINGS = [

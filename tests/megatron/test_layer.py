@@ -2,14 +2,9 @@
 
 import pytest
 
-FP32, BF16 = 1e-5, 1e-2
+from tests.megatron.assertions import BF16, FP32, assert_close, assert_no_worse
+
 EVEN = [48, 48, 48, 48]
-
-
-def assert_close(results, bound):
-    for rank, differences in enumerate(results):
-        bad = {name: d for name, d in differences.items() if not d <= bound}
-        assert not bad, f"rank {rank}, bound {bound}: {bad}"
 
 
 @pytest.mark.parametrize("router", ["softmax", "fp32", "fp64", "deepseek", "top1", "all"])
@@ -22,6 +17,23 @@ def test_routers(ranks, ep, router):
 @pytest.mark.parametrize("ep", [1, 2])
 def test_bf16(ranks, ep, router):
     assert_close(ranks.run("layer_cases.compare", ep, EVEN, router, bf16=True), BF16)
+
+
+@pytest.mark.parametrize("fusion", [False, True], ids=["returned", "main_grad"])
+@pytest.mark.parametrize("router", ["fp32", "deepseek"])
+@pytest.mark.parametrize("mode", ["fused", "dispatch"])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_errors_in_bf16(ranks, ep, mode, router, fusion):
+    changes = {"mode": mode, "moe_shared_expert_intermediate_size": 64}
+    results = ranks.run("error_cases.errors", ep, 400, router, fusion=fusion, **changes)
+    assert_no_worse(results)
+
+
+@pytest.mark.parametrize("mode", ["fused", "dispatch"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_two_microbatches_in_flight(ranks, bf16, mode):
+    found = ranks.run("error_cases.two_in_flight", 2, [96, 40], mode=mode, bf16=bf16)
+    assert found == [[]] * 4
 
 
 @pytest.mark.parametrize("gate", [False, True])

@@ -6,15 +6,9 @@ with fewer ranks, or one bucket, a layer that computes with stale weights goes u
 
 import pytest
 
+from tests.megatron.assertions import BF16, assert_same_training
+
 SHARED = {"moe_shared_expert_intermediate_size": 64}
-
-
-def assert_same_training(results, bound=1e-5):
-    for rank, differences in enumerate(results):
-        # Adam divides small gradients by small moments: parameters drift apart faster than losses.
-        limits = {"parameters": 100 * bound}
-        bad = {name: d for name, d in differences.items() if not d <= limits.get(name, bound)}
-        assert not bad, f"rank {rank}: {bad}"
 
 
 @pytest.mark.parametrize("fusion", [False, True], ids=["returned", "main_grad"])
@@ -61,7 +55,7 @@ def test_per_layer_logging(ranks):
 
 
 def test_training_in_bf16(ranks):
-    assert_same_training(ranks.run("train_cases.compare", 2, fusion=True, bf16=True), 1e-2)
+    assert_same_training(ranks.run("train_cases.compare", 2, fusion=True, bf16=True), BF16)
 
 
 def test_training_is_bitwise_repeatable(ranks):

@@ -32,8 +32,8 @@ from tests.megatron.moe_cases import (
     kind_of,
     make_config,
     set_up_parallel,
-    use_host_weight_gradient_fusion,
     use_output_discarding_without_te,
+    use_weight_gradient_fusion_without_apex,
 )
 
 SEQUENCE, MICRO_BATCH, MICROBATCHES, VOCAB = 16, 2, 2, 64
@@ -46,21 +46,25 @@ class Trainer:
         dispatcher: the config's `moe_token_dispatcher_type`.
         break_aliases: take the Parameters away from the fused experts, as if they had never been
             registered there: DDP then has no module whose pre-hook waits for their all-gather.
+        spec: "local", or "te" for Transformer Engine's modules.
         changes: fields of TransformerConfig.
     """
 
-    def __init__(self, dispatcher: str, break_aliases: bool = False, **changes: Any) -> None:
+    def __init__(
+        self, dispatcher: str, break_aliases: bool = False, spec: str = "local", **changes: Any
+    ) -> None:
         moe_metrics.forget()
         torch.manual_seed(5)
         model_parallel_cuda_manual_seed(5, force_reset_rng=True)
         self.config = config = make_config(dispatcher, **changes)
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        te = spec == "te"  # with moe_grouped_gemm in `changes`, for its experts
+        layers_spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te)
         mtp = None
         if config.mtp_num_layers:
-            mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+            mtp = get_gpt_mtp_block_spec(config, layers_spec, use_transformer_engine=te)
         model = GPTModel(
             config,
-            spec,
+            layers_spec,
             vocab_size=VOCAB,
             max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -68,7 +72,7 @@ class Trainer:
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
             mtp_block_spec=mtp,
-        )
+        ).cuda()
         kind = kind_of(dispatcher)
         layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         assert layers
@@ -155,7 +159,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(1 + rank + 100 * step)
         for _ in range(MICROBATCHES):
             shape = (MICRO_BATCH, SEQUENCE + 1)
-            yield torch.randint(0, VOCAB, shape, generator=generator)
+            yield torch.randint(0, VOCAB, shape, generator=generator).cuda()
 
     def _run(self, batches: Iterator[torch.Tensor], forward_only: bool) -> list[float]:
         reports = get_forward_backward_func()(
@@ -182,8 +186,8 @@ class Trainer:
 
 
 def _positions_and_mask(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    return torch.arange(SEQUENCE).expand_as(tokens), mask
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=tokens.device).triu(1)
+    return torch.arange(SEQUENCE, device=tokens.device).expand_as(tokens), mask
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -234,7 +238,7 @@ def compare(
     changes = ROUTERS[router] | changes
     use_output_discarding_without_te()
     if fusion:
-        use_host_weight_gradient_fusion()
+        use_weight_gradient_fusion_without_apex()
         changes["gradient_accumulation_fusion"] = True
     native = train("alltoall", 4, **changes)
     fused = train("mok", 4, **changes)
@@ -293,10 +297,10 @@ def train_without_aliases(ep: int) -> str:
     return "losses differ" if _worst(fused.losses, native.losses) > 1e-5 else ""
 
 
-def train_twice(ep: int, mode: str = "fused") -> bool:
+def train_twice(ep: int, mode: str = "fused", **changes: Any) -> bool:
     """Whether two training runs give bitwise equal losses, gradient norms and parameters."""
     set_up_parallel(ep, mode=mode)
-    first, second = train("mok", 3), train("mok", 3)
+    first, second = (train("mok", 3, **changes) for _ in range(2))
     return (
         first.losses == second.losses
         and first.grad_norms == second.grad_norms
