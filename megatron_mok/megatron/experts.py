@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_mok.megatron.errors import MoKConfigError
+from megatron_mok.megatron.rules import USE_DISPATCH
 from megatron_mok.ops import fused_moe
 
 # Linear layers whose weight is the plain [out, in] matrix that the kernel reads.
@@ -20,7 +21,7 @@ _SINGLE = (
     "TERowParallelLinear",
 )
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_BYPASSED = "the fused layer would bypass it; use --moe-token-dispatcher-type alltoall"
+_BYPASSED = f"the fused layer would bypass it; {USE_DISPATCH}"
 
 Slot = tuple[nn.Module, str]  # a module and the name of something it holds
 
@@ -159,7 +160,7 @@ def _expert_linears(experts: nn.Module) -> list[Slot]:
     else:
         raise MoKConfigError(
             f"experts module {type(experts).__qualname__}: the fused layer knows SequentialMLP "
-            "and TEGroupedMLP; use --moe-token-dispatcher-type alltoall"
+            f"and TEGroupedMLP; {USE_DISPATCH}"
         )
     slots = [(owner, name) for owner in owners for name in ("linear_fc1", "linear_fc2")]
     for owner, name in slots:
@@ -169,7 +170,9 @@ def _expert_linears(experts: nn.Module) -> list[Slot]:
             raise MoKConfigError(f"expert {name} is a {found}: {_BYPASSED}")
         biases = [value for key, value in linear._parameters.items() if "bias" in key]
         if any(bias is not None and bias.numel() for bias in biases):
-            raise MoKConfigError(f"expert {name} has a bias; set --disable-bias-linear")
+            raise MoKConfigError(
+                f"expert {name} has a bias; set --disable-bias-linear, {USE_DISPATCH}"
+            )
     return slots
 
 

@@ -59,12 +59,21 @@ def installs_once() -> bool:
     return hooks == (MoELayer.__new__, TransformerConfig.__post_init__)
 
 
-def unknown_flags() -> list[str]:
-    """Flags that Megatron's parser does not have, in messages about settings that it has."""
+def _parser() -> argparse.ArgumentParser:
     from megatron.training import arguments
 
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def known_flags() -> list[str]:
+    """All flags of Megatron's parser, with MoK's."""
+    return list(_parser()._option_string_actions)
+
+
+def unknown_flags() -> list[str]:
+    """Flags that Megatron's parser does not have, in messages about settings that it has."""
     set_up_parallel(1)
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = _parser()
     known = set(parser._option_string_actions)
     settings = set(vars(make_config("alltoall"))) | set(vars(parser.parse_args([])))
     texts = [

@@ -52,7 +52,10 @@ def test_all_settings_are_tested(ranks):
     ids=["plain", "biases", "interleaved"],
 )
 def test_grouped_experts(ranks, ep, changes):
-    assert_close(ranks.run("dispatch_cases.grouped", ep, **changes), FP32)
+    results = ranks.run("dispatch_cases.grouped", ep, **changes)
+    if results[0] is None:
+        pytest.skip("this Megatron-Core does not have it")
+    assert_close(results, FP32)
 
 
 @pytest.mark.parametrize("gate", [False, True])
@@ -145,12 +148,15 @@ def test_training_with_pipeline_parallel(ranks):
     assert_same_training(ranks.run("train_cases.compare", 2, pp=2, **SHARED, **DISPATCH))
 
 
-def test_training_with_full_recompute_and_mtp(ranks):
+def test_training_with_mtp(ranks):
+    assert_same_training(ranks.run("train_cases.compare", 2, mtp_num_layers=1, **DISPATCH))
+
+
+def test_training_with_full_recompute(ranks):
     changes = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
-        "mtp_num_layers": 1,
     }
     results = ranks.run("train_cases.compare", 2, "deepseek", **changes, **DISPATCH)
     assert_same_training(results)

@@ -70,18 +70,35 @@ def test_says_what_runs(uninterrupted):
     assert "fused MoE layers, engine host, expert-parallel group of 2" in lines[0]
 
 
-def test_losses_are_those_of_alltoall(uninterrupted, tmp_path):
-    status, native, log = run(tmp_path, "alltoall", "alltoall")
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    status, losses, log = run(tmp_path_factory.mktemp("alltoall"), "alltoall", "alltoall")
     assert status == 0, log[-3000:]
     assert "megatron_mok: " not in log
-    assert native.keys() == uninterrupted[0].keys()
+    return losses
+
+
+def assert_same_losses(found, native):
+    assert native.keys() == found.keys()
     for key, losses in native.items():
         numbers, expected = (
-            [float.fromhex(text) for text in texts] for texts in (uninterrupted[0][key], losses)
+            [float.fromhex(text) for text in texts] for texts in (found[key], losses)
         )
         assert numbers == pytest.approx(expected, rel=1e-5), key
+
+
+def test_losses_are_those_of_alltoall(uninterrupted, native):
+    assert_same_losses(uninterrupted[0], native)
     first, last = ([float.fromhex(x) for x in native[0, step]] for step in (1, STEPS))
     assert sum(last) < sum(first)
+
+
+def test_mode_dispatch(native, tmp_path):
+    status, losses, log = run(tmp_path, "dispatch", "mok", "--mok-mode=dispatch")
+    assert status == 0, log[-3000:]
+    said = "megatron_mok: dispatch and combine around Megatron's experts, engine host"
+    assert log.count(said) == 1
+    assert_same_losses(losses, native)
 
 
 def test_resumes_bitwise_after_kill_9(uninterrupted, tmp_path):

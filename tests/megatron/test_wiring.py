@@ -52,7 +52,7 @@ def test_changed_experts_are_refused(ranks):
         assert "parameter weight" in said["parameter"]
         for kind in ("forward_pre_hook", "forward_hook", "full_backward_hook"):
             assert "hook " in said[kind]
-        assert all("--moe-token-dispatcher-type alltoall" in text for text in said.values())
+        assert all("set --mok-mode dispatch, or use" in text for text in said.values())
 
 
 def test_layers_refused_at_construction(ranks):
