@@ -68,6 +68,13 @@ class MoKOptions:
     )
     first_timeout_s: float = 600.0
     """Seconds to wait for peers to arrive; from --distributed-timeout-minutes, so no flag."""
+    log_statistics: bool = _flag(
+        False,
+        bool,
+        "Log how the router loads MoK, every --log-interval steps: tokens per expert, padding, "
+        "bytes between ranks, rows recomputed in backward. In the log line, TensorBoard and W&B; "
+        "with --moe-per-layer-logging for each layer.",
+    )
 
     def __post_init__(self) -> None:
         problems = []
@@ -96,6 +103,8 @@ class MoKOptions:
                 f"first_timeout_s {self.first_timeout_s!r} (--distributed-timeout-minutes): "
                 "must be > 0"
             )
+        if not isinstance(self.log_statistics, bool):
+            problems.append(f"--mok-log-statistics {self.log_statistics!r}: must be true or false")
         if problems:
             raise MoKConfigError(*problems)
 
@@ -172,13 +181,15 @@ def add_mok_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         flag = item.metadata.get("flag")
         if flag is None:
             continue
+        if flag["type"] is bool:
+            how = {"action": "store_true"}
+        else:
+            how = {key: flag[key] for key in ("type", "choices")} | {"default": item.default}
         group.add_argument(
             "--mok-" + item.name.replace("_", "-"),
             dest=f"mok_{item.name}",
-            type=flag["type"],
-            default=item.default,
-            choices=flag["choices"],
             help=flag["help"],
+            **how,
         )
     return parser
 

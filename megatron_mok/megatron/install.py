@@ -26,6 +26,7 @@ def install() -> None:
     - `--moe-token-dispatcher-type` allows `mok`, and the `--mok-*` flags exist.
     - A config that says `mok` is checked when it is made (`validation.check_config`).
     - `MoELayer(config, ...)` with such a config makes a `MoKMoELayer`.
+    - Megatron's report of its MoE metrics has MoK's statistics, with `--mok-log-statistics`.
 
     Call it before Megatron parses its arguments and builds its model.
     Raises: MoKInstallError when that moment has passed, or this Megatron lacks what is hooked.
@@ -51,11 +52,13 @@ def install() -> None:
         )
     # The layer subclasses Megatron's. What can fail comes before the first change to Megatron.
     from megatron_mok.megatron.layer import MoKMoELayer
+    from megatron_mok.megatron.statistics import hook_reports
 
     _widen_choices(config_cls, dispatcher_field)
     _hook_post_init(config_cls)
     _hook_layer(layer_cls, MoKMoELayer)
     _hook_arguments()
+    hook_reports()
     _installed = True
 
 

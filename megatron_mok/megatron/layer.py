@@ -14,7 +14,9 @@ from megatron_mok.megatron.dispatcher import MoKTokenDispatcher
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.experts import FusedExperts
 from megatron_mok.megatron.flags import MoKOptions, read_options
+from megatron_mok.megatron.ranges import in_ranges
 from megatron_mok.megatron.rules import USE_ALLTOALL
+from megatron_mok.megatron.statistics import LayerFacts, statistics
 from megatron_mok.megatron.validation import check_config, seen_as_alltoall, workspace_shape
 from megatron_mok.ops import routes_from_map
 from megatron_mok.runtime import (
@@ -68,11 +70,26 @@ class MoKMoELayer(MoELayer):
             )
         shape = workspace_shape(config, options)
         self._max_tokens = shape.max_tokens
+        self._facts = None  # for statistics; None where nobody wants them
         self._use_workspace(_shared_workspace(shape, self.ep_group, options), options)
 
     def _use_workspace(self, workspace: Workspace, options: MoKOptions) -> None:
         """The end of construction, by mode."""
         raise NotImplementedError
+
+    def _layer_facts(self, workspace: Workspace, moves: int, saved_rows: int | None) -> LayerFacts:
+        """For statistics, of a mode that moves each row so many times in forward and backward."""
+        shape = workspace.shape
+        route_bytes = moves * shape.hidden * shape.dtype.itemsize
+        return LayerFacts(self.ep_group, route_bytes, saved_rows)
+
+    def _index(self) -> int | None:
+        """Place of the layer in the model, from 0, as Megatron's logs of MoE layers have it; None
+        for a layer that is not part of one."""
+        if self.layer_number is None:
+            return None
+        before = self.config.num_layers if self.is_mtp_layer else 0
+        return before + self.layer_number - 1
 
     def forward(
         self,
@@ -102,6 +119,13 @@ class MoKMoELayer(MoELayer):
             )
         return super().forward(hidden_states, padding_mask=padding_mask)
 
+    def route(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As MoELayer.route."""
+        probs, routing_map = super().route(*args, **kwargs)
+        if self._facts is not None and self.training:
+            statistics.count(self._index(), self._facts, routing_map)
+        return probs, routing_map
+
 
 class DispatchMoELayer(MoKMoELayer):
     """Mode `dispatch`: Megatron's experts module, with MoK's dispatch and combine around it."""
@@ -112,6 +136,19 @@ class DispatchMoELayer(MoKMoELayer):
             ep=native.ep_group, expt_tp=native.tp_group, tp_ep=native.tp_ep_group
         )
         self.token_dispatcher = MoKTokenDispatcher(self.config, groups, workspace)
+        if options.log_statistics:
+            # A row, its result, and the gradients of both.
+            self._facts = self._layer_facts(workspace, moves=4, saved_rows=None)
+
+    def dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As MoELayer.dispatch."""
+        return in_ranges("dispatch", self._index(), super().dispatch, hidden_states, probs)
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """As MoELayer.combine."""
+        return in_ranges("combine", self._index(), super().combine, output)
 
 
 class FusedMoELayer(MoKMoELayer):
@@ -119,15 +156,19 @@ class FusedMoELayer(MoKMoELayer):
 
     def _use_workspace(self, workspace: Workspace, options: MoKOptions) -> None:
         shape = workspace.shape
+        saved_rows = options.saved_rows(
+            shape.max_tokens, shape.topk, self.ep_group.size(), self.num_local_experts
+        )
         # After `experts`: parameters are named by the first module that holds them.
         self.fused_experts = FusedExperts(
             self.experts,
             workspace,
-            saved_rows=options.saved_rows(
-                shape.max_tokens, shape.topk, self.ep_group.size(), self.num_local_experts
-            ),
+            saved_rows=saved_rows,
             accumulate_into_main_grad=self.config.gradient_accumulation_fusion,
         )
+        if options.log_statistics:
+            # As in mode dispatch, and the row once more in backward, which keeps none.
+            self._facts = self._layer_facts(workspace, moves=5, saved_rows=saved_rows)
         self._call: _Call | None = None
         self._shared_output: torch.Tensor | None = None
 
@@ -165,7 +206,8 @@ class FusedMoELayer(MoKMoELayer):
         to ([T, H], None)."""
         call = self._call
         shared_TH = None if call.shared_output is None else _by_token(call.shared_output)
-        return self.fused_experts(hidden_states, call.ids_TK, probs, shared_TH), None
+        inputs = hidden_states, call.ids_TK, probs, shared_TH
+        return in_ranges("fused", self._index(), self.fused_experts, *inputs), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Nothing: the kernel of routed_experts_compute combines."""

@@ -64,12 +64,13 @@ def _captured(config: Any) -> set[str]:
     return {getattr(m, "name", str(m)) for m in modules or ()}
 
 
-def _captures_iteration(impl: Any, config: Any) -> bool:
+def captures_iteration(impl: Any, config: Any) -> bool:
+    """Whether this `cuda_graph_impl` makes one CUDA graph of a whole step."""
     return impl == "full_iteration" or (impl != "none" and "full_iteration" in _captured(config))
 
 
 def _captures_moe(impl: Any, config: Any) -> bool:
-    if impl not in ("local", "transformer_engine") or _captures_iteration(impl, config):
+    if impl not in ("local", "transformer_engine") or captures_iteration(impl, config):
         return False
     modules = _captured(config)
     # No module at all means the whole layer.
@@ -258,7 +259,7 @@ CONFIG_REFUSALS = (
     ),
     Refusal(
         "cuda_graph_impl",
-        _captures_iteration,
+        captures_iteration,
         "in mode dispatch the CPU waits for numbers of rows in every forward, which a graph cannot",
         "set --cuda-graph-impl none, or --mok-mode fused",
         ("dispatch",),

@@ -17,7 +17,12 @@ import torch
 
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.flags import MoKOptions, megatron_args, read_options
-from megatron_mok.megatron.rules import ARGS_REFUSALS, CONFIG_REFUSALS, USE_ALLTOALL
+from megatron_mok.megatron.rules import (
+    ARGS_REFUSALS,
+    CONFIG_REFUSALS,
+    USE_ALLTOALL,
+    captures_iteration,
+)
 from megatron_mok.runtime import LayerShape
 from megatron_mok.runtime.engine import engine_problem
 
@@ -54,6 +59,13 @@ def config_problems(config: Any, args: Any, options: MoKOptions) -> list[str]:
     ]
     problems += _shape_problems(config, options.mode)
     problems.append(_placement_problem(config))
+    if options.log_statistics and captures_iteration(
+        getattr(config, "cuda_graph_impl", "none"), config
+    ):
+        problems.append(
+            "--mok-log-statistics: a graph of the full iteration replays kernels, and counts no "
+            "calls; drop it, or set --cuda-graph-impl none"
+        )
     return [line for line in problems if line is not None]
 
 

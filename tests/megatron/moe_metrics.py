@@ -31,10 +31,12 @@ def router_losses() -> list[float]:
     return [float(value) for name in sorted(values) for value in values[name]]
 
 
-def write_report(writer: Any, microbatches: int, num_layers: int) -> None:
-    """Write to a TensorBoard writer as --moe-per-layer-logging does after a step."""
+def write_report(writer: Any, microbatches: int, num_layers: int, **kwargs: Any) -> str | None:
+    """Write to a TensorBoard writer as --moe-per-layer-logging does after a step. Returns the part
+    of the log line (None before 0.18)."""
     if moe_logging is not None:
         report = moe_logging.get_moe_metrics_tracker().report
     else:
         report = moe_utils.track_moe_metrics
-    report(1 / microbatches, 1, writer=writer, per_layer_logging=True, num_layers=num_layers)
+    kwargs |= {"writer": writer, "num_layers": num_layers}
+    return report(1 / microbatches, 1, per_layer_logging=True, **kwargs)

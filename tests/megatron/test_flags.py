@@ -21,9 +21,10 @@ def test_every_flag_reaches_its_option():
     args = parse(
         *("--mok-mode", "dispatch", "--mok-max-tokens-per-rank", "96"),
         *("--mok-saved-rows-factor", "0.5", "--mok-inner-timeout-s", "7"),
-        *("--mok-host-threads", "3", "--mok-peer-memory", "symm_mem"),
+        *("--mok-host-threads", "3", "--mok-peer-memory", "symm_mem", "--mok-log-statistics"),
     )
-    assert MoKOptions.from_args(args) == MoKOptions("dispatch", 96, 0.5, 7.0, 3, "symm_mem")
+    expected = MoKOptions("dispatch", 96, 0.5, 7.0, 3, "symm_mem", log_statistics=True)
+    assert MoKOptions.from_args(args) == expected
 
 
 def test_first_timeout_follows_megatron():
@@ -39,13 +40,18 @@ def test_unknown_mode_is_a_usage_error(capsys):
 
 def test_all_wrong_values_in_one_error():
     with pytest.raises(MoKConfigError) as caught:
-        MoKOptions("both", 0, -1.0, 0.0, -1, "nvshmem", float("inf"))
-    assert len(caught.value.problems) == 7
+        MoKOptions("both", 0, -1.0, 0.0, -1, "nvshmem", float("inf"), 1)
+    assert len(caught.value.problems) == 8
 
 
 @pytest.mark.parametrize(
     "value",
-    [{"max_tokens_per_rank": 1.5}, {"saved_rows_factor": "1"}, {"host_threads": True}],
+    [
+        {"max_tokens_per_rank": 1.5},
+        {"saved_rows_factor": "1"},
+        {"host_threads": True},
+        {"log_statistics": "yes"},
+    ],
 )
 def test_wrong_types_from_yaml(value):
     with pytest.raises(MoKConfigError, match=next(iter(value)).replace("_", "-")):

@@ -1,6 +1,9 @@
 """An unmodified training script through the launcher, on two CPU ranks at EP 2."""
 
+import gzip
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +118,40 @@ def test_resumes_bitwise_after_kill_9(uninterrupted, tmp_path):
     assert {step for _, step in resumed} == set(range(SAVE_EVERY + 1, STEPS + 1))
     for key, losses in resumed.items():
         assert losses == uninterrupted[0][key], key
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """(losses, log, folder) of a run with everything on that shows what MoK does."""
+    folder = tmp_path_factory.mktemp("observed")
+    status, losses, log = run(
+        folder,
+        "mok",
+        "mok",
+        *("--mok-log-statistics", "--log-interval=3", "--moe-per-layer-logging"),
+        *("--profile", "--use-pytorch-profiler", "--profile-step-start=3", "--profile-step-end=4"),
+        f"--tensorboard-dir={folder / 'tensorboard'}",
+    )
+    assert status == 0, log[-3000:]
+    return losses, log, folder
+
+
+def test_statistics_are_in_the_log(uninterrupted, observed):
+    losses, log, _ = observed
+    assert losses == uninterrupted[0]
+    means = re.findall(r"mok_tokens_per_expert_mean: ([\d.]+) \|", log)
+    # Steps 3 and 6; two ranks with two sequences of 32 tokens each, top 2 of 4 experts.
+    assert means == ["64.00", "64.00"]
+    assert len(re.findall(r"mok_padding_percent: 50\.00 \|", log)) == 2
+    assert "| mok_" not in uninterrupted[1]
+
+
+def test_ranges_are_in_the_trace(observed):
+    _, _, folder = observed
+    for rank in range(2):
+        with gzip.open(folder / "torch_profile" / f"rank-{rank}.json.gz", "rt") as file:
+            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        for layer in range(2):
+            for direction in ("forward", "backward"):
+                # One step of two micro batches.
+                assert names.count(f"mok.fused.{direction}.layer_{layer}") == 2

@@ -171,6 +171,13 @@ def test_graphs_of_the_whole_iteration_are_for_mode_fused():
     assert "set --cuda-graph-impl none, or --mok-mode fused" in line
 
 
+def test_graphs_of_the_whole_iteration_count_no_calls():
+    options = MoKOptions(log_statistics=True)
+    (line,) = config_problems(config(cuda_graph_impl="full_iteration"), None, options)
+    assert line.startswith("--mok-log-statistics: ")
+    assert not config_problems(config(), None, options)
+
+
 def test_partial_cuda_graphs_before_0_18():
     def captured(*scopes, mode="fused"):
         owner = config(cuda_graph_impl="local", cuda_graph_scope=list(scopes))
@@ -242,13 +249,13 @@ def test_unknown_number_of_ranks_per_host(monkeypatch):
 
 
 def test_what_a_layer_needs_besides(monkeypatch):
-    def no_engine(device_type):
+    def no_engine(*_):
         raise MoKUnsupportedError("it was not built")
 
     known = MoKOptions(max_tokens_per_rank=8)
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert layer_problems(config(), known, cpu) == []
-    monkeypatch.setattr("megatron_mok.runtime.engine.load_engine", lambda device_type: None)
+    monkeypatch.setattr("megatron_mok.runtime.engine.load_engine", lambda *_: None)
     assert layer_problems(config(), known, gpu) == []
     (line,) = layer_problems(config(params_dtype=torch.float32), known, gpu)
     assert line.endswith("set --bf16")

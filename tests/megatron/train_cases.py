@@ -258,7 +258,7 @@ def compare(
     }
 
 
-class _Board:
+class Board:
     """Stands for a TensorBoard writer."""
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ def per_layer_logs() -> list[dict[str, float]]:
     boards = []
     for dispatcher in ("alltoall", "mok"):
         Trainer(dispatcher, moe_z_loss_coeff=1e-3).step()
-        board = _Board()
+        board = Board()
         moe_metrics.write_report(board, MICROBATCHES, num_layers=2)
         boards.append(board.scalars)
     return boards
