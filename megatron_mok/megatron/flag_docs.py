@@ -45,6 +45,8 @@ _LAUNCHER = """\
 | `--distributed-timeout-minutes` | longest wait to enter a layer |
 | `--moe-shared-expert-overlap` | no effect, with a warning: the shared expert runs first |
 | `--recompute-modules moe_act` | no effect in mode fused, with a warning |
+| `--log-interval`, `--moe-per-layer-logging` | when `--mok-log-statistics` logs, and how much |
+| `--profile`, with `--use-pytorch-profiler` or `--nvtx-ranges` | MoK's calls are in the trace |
 """
 
 _REFUSED = """\
@@ -70,8 +72,11 @@ def _options() -> Iterable[str]:
     yield "|---|---|---|---|"
     for action in parser._actions:
         choices = " or ".join(f"`{choice}`" for choice in action.choices or ())
-        value = choices or action.type.__name__
-        default = "" if action.default is None else f"`{action.default}`"
+        if action.nargs == 0:
+            value, default = "", "off"
+        else:
+            value = choices or action.type.__name__
+            default = "" if action.default is None else f"`{action.default}`"
         yield f"| `{action.option_strings[0]}` | {value} | {default} | {action.help} |"
 
 
