@@ -4,6 +4,7 @@ On a GPU each thread has a stream of its own, and each rank its share of the SMs
 """
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,11 +18,18 @@ from megatron_mok.runtime import LayerShape, RuntimeOptions, Workspace
 OPTIONS = RuntimeOptions(first_wait_s=60, inner_wait_s=60, workers=2)
 
 
-def run_ranks(ep_size, body, device="cpu"):
-    """Runs body(rank) on one thread per rank; results in rank order. The first error is raised."""
+def run_ranks(ep_size, body, device="cpu", stream_bytes=1 << 29):
+    """Runs body(rank) on one thread per rank; results in rank order. The first error is raised.
+
+    On a GPU each rank's stream has `stream_bytes` in PyTorch's cache before any rank begins. Later
+    an allocation could wait for kernels of another rank, which wait for this one.
+    """
+    start = threading.Barrier(ep_size)
 
     def on_stream(rank):
         with torch.cuda.stream(torch.cuda.Stream()):
+            fill_cache(stream_bytes)
+            start.wait(timeout=60)
             result = body(rank)
             torch.cuda.current_stream().synchronize()
             return result
@@ -35,6 +43,14 @@ def run_ranks(ep_size, body, device="cpu"):
             return [future.result() for future in futures]
         finally:
             futures.clear()  # a future has the error, the error this frame: workspaces would stay
+
+
+def fill_cache(num_bytes):
+    """Leaves `num_bytes` in PyTorch's cache for the current stream, and 32 MiB for small tensors,
+    which have blocks of their own."""
+    small = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(32)]
+    large = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    del small, large
 
 
 @contextmanager

@@ -3,12 +3,12 @@ import gc
 import pytest
 import torch
 
-from tests.gpu.layers import load_kernels
+from tests.gpu.layers import load_pytorch_kernels
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels():
-    load_kernels()
+    load_pytorch_kernels()
     gc.collect()
     gc.freeze()  # what lives now lives on: collecting after each test is then quick
 

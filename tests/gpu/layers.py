@@ -3,14 +3,10 @@
 Ranks are threads of this process with a stream each and their share of the SMs.
 """
 
-import threading
-
-import pytest
 import torch
 
 from megatron_mok.ops import combine, dispatch
-from megatron_mok.runtime import MoKInvalidArgumentError, RuntimeOptions
-from megatron_mok.runtime.schedule import make_schedule
+from megatron_mok.runtime import RuntimeOptions
 from tests.in_process import Layer, make_workspaces, random_layer, run_layer
 
 SHAPES = {
@@ -47,51 +43,19 @@ def gpu_layer(tokens, hidden, ffn, experts, topk, seed, expert_ids_TK=None):
     )
 
 
-def load_kernels():
-    """Runs what ranks run once, so that PyTorch's kernels are loaded.
+def load_pytorch_kernels():
+    """Runs once what ranks run.
 
     CUDA loads a kernel at its first launch, and may then wait for the device to be idle: which it
     is not while a rank of this process waits there for another. The engine loads its own when a
     workspace is made.
     """
     layer = gpu_layer(140, 64, 64, 4, 2, seed=1)
-    args = (layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK)
-    alone, *pair = [*workspaces_for(layer, 1), *workspaces_for(layer, 2, max_tokens=70)]
+    (alone,) = workspaces_for(layer, 1)
     run_layer(layer, [alone], [0, 140], 0, "cuda")
-    sent = dispatch(*args, alone)
+    sent = dispatch(layer.hidden_TH, layer.expert_ids_TK, layer.probs_TK, alone)
     combine(sent.rows_RH, layer.expert_ids_TK, alone)
-    make_schedule(alone, *args[1:])
-    streams = [torch.cuda.Stream() for _ in pair]
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            torch.empty(256, device="cuda")  # so that the pool of the stream has memory
-    for workspace, stream in zip(pair, streams, strict=True):
-        with (
-            torch.cuda.stream(stream),
-            pytest.raises(MoKInvalidArgumentError, match="140 tokens"),
-        ):
-            dispatch(*args, workspace)
     torch.cuda.synchronize()
-
-
-class Start:
-    """Lets ranks that are threads begin together, with memory for their rows in torch's pool.
-
-    Otherwise a large cudaMalloc of one rank could wait for kernels of another, which wait for it.
-    """
-
-    def __init__(self, ep_size):
-        self._barrier = threading.Barrier(ep_size)
-
-    def __call__(self, workspace):
-        rows = [
-            torch.empty(
-                workspace.max_rows, workspace.shape.hidden, dtype=torch.bfloat16, device="cuda"
-            )
-            for _ in range(4)
-        ]
-        del rows
-        self._barrier.wait(timeout=60)
 
 
 def workspaces_for(layer, ep_size, **changes):

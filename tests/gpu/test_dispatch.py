@@ -6,7 +6,7 @@ import torch
 from megatron_mok.ops import combine, dispatch
 from megatron_mok.runtime import abi
 from tests.dispatch_layer import run_dispatched_layer
-from tests.gpu.layers import SHAPES, Start, gpu_layer, workspaces_for
+from tests.gpu.layers import SHAPES, gpu_layer, workspaces_for
 from tests.in_process import (
     even_cuts,
     make_workspaces,
@@ -25,10 +25,7 @@ def round_trip(layer, workspaces, cuts, device, addend_TH=None):
     """Per rank all operators' results, but for rows behind the last block; and the combined output
     of all ranks."""
 
-    start = Start(len(workspaces)) if device == "cuda" else lambda workspace: None
-
     def body(rank):
-        start(workspaces[rank])
         own = slice(cuts[rank], cuts[rank + 1])
         ids_TK = layer.expert_ids_TK[own].contiguous()
         addend = addend_TH[own] if addend_TH is not None else None
@@ -102,11 +99,9 @@ def test_calls_of_all_kinds_follow_each_other_while_a_rank_is_late():
         (workspace,) = workspaces_for(layer, 1)
         expected.append(layer_results(layer, workspace))
 
-    torch.cuda._sleep(1000)  # loads its kernel, see load_kernels
-    start = Start(ep_size)
+    torch.cuda._sleep(1000)  # loads its kernel, see load_pytorch_kernels
 
     def body(rank):
-        start(workspaces[rank])
         results = []
         for i, layer in enumerate(layers * 4):
             if i % 2 == rank:
