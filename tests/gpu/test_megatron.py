@@ -127,3 +127,28 @@ def test_training_with_mtp(rank, spec):
 @modes
 def test_training_is_bitwise_repeatable(rank, mode):
     assert rank.run("train_cases.train_twice", 1, mode, bf16=True) == [True]
+
+
+@modes
+@pytest.mark.parametrize("recompute", [None, *RECOMPUTE])
+def test_statistics(rank, mode, recompute):
+    changes = RECOMPUTE.get(recompute, {}) | {"mode": mode, "bf16": True}
+    ((logged, _, expected),) = rank.run("statistics_cases.training", 1, **changes)
+    assert logged == pytest.approx(expected, rel=1e-5)
+
+
+def test_statistics_wait_for_nothing(rank):
+    (values,) = rank.run("statistics_cases.without_waiting")
+    assert values["mok_tokens_per_expert_mean"] == 300
+    assert values["mok_padding_percent"] == pytest.approx(100 * (1 - 300 / 384))
+    assert values["mok_recomputed_percent"] == 100
+
+
+@fusions
+def test_ranges_of_the_fused_layer(rank, fusion):
+    assert rank.run("range_cases.traced", 1, "fused", fusion, bf16=True) == [
+        {
+            "mok.fused.forward.layer_1": ["mok::moe_forward"],
+            "mok.fused.backward.layer_1": ["mok::moe_backward"],
+        }
+    ]

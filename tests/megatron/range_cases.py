@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core import utils
 from torch.profiler import ProfilerActivity, profile
@@ -11,30 +13,31 @@ from tests.megatron.moe_cases import (
     make_config,
     make_layer,
     set_up_parallel,
-    use_host_weight_gradient_fusion,
+    use_weight_gradient_fusion_without_apex,
 )
 
 
-def _layer(mode: str, fusion: bool = False) -> torch.nn.Module:
-    set_up_parallel(2, mode=mode)
+def _layer(ep: int, mode: str, fusion: bool = False, **changes: Any) -> torch.nn.Module:
+    set_up_parallel(ep, mode=mode)
     if fusion:
-        use_host_weight_gradient_fusion()
-    layer = make_layer(make_config("mok", gradient_accumulation_fusion=fusion))
+        use_weight_gradient_fusion_without_apex()
+    layer = make_layer(make_config("mok", gradient_accumulation_fusion=fusion, **changes))
     if fusion:
         for parameter in layer.experts.parameters():
-            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     layer.set_layer_number(2)
     return layer
 
 
 def _step(layer: torch.nn.Module) -> None:
-    hidden = torch.randn(8, 2, layer.config.hidden_size, requires_grad=True)
-    layer(hidden)[0].sum().backward()
+    config = layer.config
+    hidden = torch.randn(8, 2, config.hidden_size, dtype=config.params_dtype).cuda()
+    layer(hidden.requires_grad_())[0].sum().backward()
 
 
-def traced(mode: str, fusion: bool) -> dict[str, list[str]]:
+def traced(ep: int, mode: str, fusion: bool = False, **changes: Any) -> dict[str, list[str]]:
     """The operators of MoK inside each of MoK's ranges in a trace of torch.profiler."""
-    layer = _layer(mode, fusion)
+    layer = _layer(ep, mode, fusion, **changes)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         _step(layer)
     events = profiler.events()
@@ -53,9 +56,9 @@ def traced(mode: str, fusion: bool) -> dict[str, list[str]]:
     return found
 
 
-def nvtx(mode: str) -> list[str]:
+def nvtx(ep: int, mode: str) -> list[str]:
     """MoK's NVTX ranges: "+ name" for each that opens, "- name" where it closes."""
-    layer = _layer(mode)
+    layer = _layer(ep, mode)
     opened: list[str] = []
     calls: list[str] = []
 
@@ -76,9 +79,9 @@ def nvtx(mode: str) -> list[str]:
     return [call for call in calls if call[2:].startswith("mok.")]
 
 
-def unwatched(mode: str) -> int:
+def unwatched(ep: int, mode: str) -> int:
     """How many ranges a step makes when nobody looks."""
-    layer = _layer(mode)
+    layer = _layer(ep, mode)
     made = []
     native = ranges._Range
     ranges._Range = lambda name: made.append(name) or native(name)

@@ -63,8 +63,10 @@ def training(
 
 
 def _logged(**kwargs: Any) -> tuple[Scalars, str | None]:
-    board = Board()
-    line = moe_metrics.write_report(board, MICROBATCHES, num_layers=LAYERS, **kwargs)
+    board, run = Board(), Board()
+    kwargs |= {"num_layers": LAYERS, "wandb_writer": run}
+    line = moe_metrics.write_report(board, MICROBATCHES, **kwargs)
+    assert run.scalars == board.scalars
     return {name: v for name, v in board.scalars.items() if "mok_" in name}, line
 
 
@@ -169,3 +171,23 @@ def stage_without_experts() -> Scalars:
     board = Board()
     statistics.report(1, board, per_layer_logging=True, num_layers=LAYERS)
     return board.scalars
+
+
+def without_waiting() -> Scalars:
+    """Statistics of a call on a GPU, which is an error if the CPU waits for it before the end."""
+    set_up_parallel(1)
+    group = parallel_state.get_expert_model_parallel_group()
+    groups = (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    facts = statistics.LayerFacts(group, route_bytes=1, saved_rows=0)
+    map_TE = torch.ones(300, EXPERTS, dtype=torch.bool, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        statistics.statistics.count(0, facts, map_TE)
+        table = statistics.statistics.table(1, *groups)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        statistics.statistics.clear()
+    return dict(zip(statistics.NAMES, table[0, 1:].tolist(), strict=True))

@@ -146,6 +146,15 @@ def test_statistics_are_in_the_log(uninterrupted, observed):
     assert "| mok_" not in uninterrupted[1]
 
 
+def test_statistics_are_in_tensorboard(observed):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(observed[2] / "tensorboard"))
+    events.Reload()
+    for name in ("mok_padding_percent", "moe/mok_padding_percent_layer_1"):
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        assert found == [(3, 50.0), (6, 50.0)]
+
+
 def test_ranges_are_in_the_trace(observed):
     _, _, folder = observed
     for rank in range(2):

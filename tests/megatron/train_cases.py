@@ -259,13 +259,17 @@ def compare(
 
 
 class Board:
-    """Stands for a TensorBoard writer."""
+    """Stands for a TensorBoard writer, and for a run of Weights & Biases."""
 
     def __init__(self) -> None:
         self.scalars: dict[str, float] = {}
 
     def add_scalar(self, name: str, value: Any, step: int) -> None:
         self.scalars[name] = float(value)
+
+    def log(self, scalars: dict[str, Any], step: int) -> None:
+        for name, value in scalars.items():
+            self.add_scalar(name, value, step)
 
 
 def per_layer_logs() -> list[dict[str, float]]:
