@@ -76,6 +76,13 @@ def add_parser(subparsers) -> None:
         help="do not train the first arm again with its experts moved by 1 ulp",
     )
     parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=None,
+        help="train every arm twice under Megatron's --deterministic-mode and check that both are "
+        "bitwise equal; says nothing about speed",
+    )
+    parser.add_argument(
         "--steps", metavar="N", type=int, help="train N steps instead of the config's train.steps"
     )
     parser.add_argument(
@@ -104,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = configs.load(args.config)
         arms = None if args.arms is None else _names(args.arms)
-        config = config.replace(arms=arms, steps=args.steps, yardstick=args.yardstick)
+        config = config.replace(arms, args.steps, args.yardstick, args.deterministic)
         require = _required(args.require, config.arms)
     except configs.ConfigError as error:
         return _fail(2, f"{args.config}: {error}")

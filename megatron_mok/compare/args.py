@@ -3,6 +3,9 @@
 import importlib.util
 from pathlib import Path
 
+from megatron_mok.megatron.local_modules import LOCAL_ARGS
+
+from . import probe
 from .config import CompareConfig
 from .data import BYTE_VOCAB_SIZE, DataError, Dataset
 
@@ -22,7 +25,7 @@ def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
     if config.device == "cpu":
         from megatron_mok.megatron.cpu_mode import MEGATRON_ARGS as device_args
     else:
-        device_args = _cuda_args()
+        device_args = cuda_args()
     train, parallel = config.train, config.parallel
     args = [
         *_FIXED,
@@ -42,6 +45,7 @@ def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
         *_switch("--overlap-grad-reduce", parallel.overlap_grad_reduce),
         *_switch("--overlap-param-gather", parallel.overlap_param_gather),
         *_switch("--bf16", config.precision == "bf16"),
+        *_switch("--deterministic-mode", config.deterministic),
         f"--train-iters={train.steps}",
         f"--micro-batch-size={train.micro_batch_size}",
         f"--global-batch-size={train.global_batch_size}",
@@ -65,8 +69,15 @@ def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
     return args + list(config.megatron_args)
 
 
-def _cuda_args() -> list[str]:
-    args = ["--transformer-impl=transformer_engine"]
+def cuda_args() -> list[str]:
+    """Megatron's arguments for models on GPUs: Transformer Engine's modules where it is installed,
+    else Megatron's local ones."""
+    # Both kinds of attention are told that they are causal.
+    args = ["--no-create-attention-mask-in-dataloader"]
+    if probe.no_transformer_engine():
+        args += LOCAL_ARGS
+    else:
+        args += ["--transformer-impl=transformer_engine", "--moe-permute-fusion"]
     # Megatron's own linear layers, such as the output layer, take this kernel from APEX.
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         args.append("--no-gradient-accumulation-fusion")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _training(device: str) -> str | None:
-    return probe.no_gpu_training() if device == "cuda" else None
+    return probe.no_gpu() if device == "cuda" else None
 
 
 def _any_config(config: CompareConfig) -> str | None:

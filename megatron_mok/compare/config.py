@@ -163,6 +163,7 @@ class CompareConfig:
     train: TrainConfig
     data: DataConfig = field(default_factory=DataConfig)
     yardstick: bool = True  # train the first arm again with its experts moved by 1 ulp
+    deterministic: bool = False  # --deterministic-mode, and every arm twice; its times say nothing
     megatron_args: tuple[str, ...] = ()  # more of Megatron's flags, for every arm
 
     def __post_init__(self):
@@ -193,9 +194,10 @@ class CompareConfig:
         arms: tuple[str, ...] | None = None,
         steps: int | None = None,
         yardstick: bool | None = None,
+        deterministic: bool | None = None,
     ) -> "CompareConfig":
-        """A copy with other arms, number of steps or yardstick; None keeps what there is."""
-        changes = {"arms": arms, "yardstick": yardstick}
+        """A copy with other values of these keys; None keeps what there is."""
+        changes = {"arms": arms, "yardstick": yardstick, "deterministic": deterministic}
         if steps is not None:
             changes["train"] = dataclasses.replace(self.train, steps=steps)
         given = {key: value for key, value in changes.items() if value is not None}

@@ -1,12 +1,13 @@
 """The chart of a comparison: loss curves, their differences, and throughput."""
 
+import textwrap
 from pathlib import Path
 
 from megatron_mok.charts import COLORS, INK, png_figure
 
 from .config import CompareConfig
 from .runner import ArmResult
-from .summary import Row, is_functional, loss_differences
+from .summary import Row, loss_differences, why_functional
 
 
 def write_chart(path: Path, config: CompareConfig, results: list[ArmResult], rows: list[Row]):
@@ -14,6 +15,7 @@ def write_chart(path: Path, config: CompareConfig, results: list[ArmResult], row
     good = [result for result in results if result.ok]
     if not good:
         return
+    good = [result for result in good if not result.repeat]
     arms = [result for result in good if not result.yardstick]
     colors = {result.arm: COLORS[i % len(COLORS)] for i, result in enumerate(arms)}
     colors |= {result.arm: INK for result in good if result.yardstick}
@@ -22,7 +24,7 @@ def write_chart(path: Path, config: CompareConfig, results: list[ArmResult], row
         loss_axis = figure.add_subplot(grid[0, 0])
         _draw_losses(loss_axis, arms, colors)
         _draw_differences(figure.add_subplot(grid[1, 0], sharex=loss_axis), good, colors)
-        timed = [row for row in rows if row.ok and not row.yardstick]
+        timed = [row for row in rows if row.ok and not row.yardstick and not row.repeat]
         _draw_throughput(figure.add_subplot(grid[:, 1]), timed, colors, config)
         figure.suptitle(config.name, x=0.01, ha="left", fontweight="bold")
 
@@ -111,6 +113,6 @@ def _draw_throughput(axis, rows, colors, config) -> None:
     axis.grid(axis="y")
     axis.tick_params(axis="x", length=0)
     note = "bars: median, lines: p10 to p90"
-    if is_functional(config):
-        note += "\nCPU ranks: says nothing about speed on GPUs"
+    if reason := why_functional(config):
+        note += f"\n{textwrap.fill(reason, 44)}"
     axis.set_xlabel(note, fontsize=8.5)

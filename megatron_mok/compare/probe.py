@@ -26,10 +26,8 @@ def no_gpu() -> str | None:
     return "PyTorch sees no CUDA device"
 
 
-def no_gpu_training() -> str | None:
-    """Why Megatron cannot train on GPUs here, whatever the dispatcher."""
-    if reason := no_gpu():
-        return reason
+def no_transformer_engine() -> str | None:
+    """Why models on GPUs are made of Megatron's local modules here."""
     if importlib.util.find_spec("transformer_engine") is None:
         return (
             "Transformer Engine is not installed: pip install 'megatron-mok[te]', or use an image "

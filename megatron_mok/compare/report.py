@@ -11,9 +11,10 @@ from rich.text import Text
 
 from megatron_mok import results as results_file
 
+from . import probe
 from .config import CompareConfig
 from .runner import ArmResult
-from .summary import Row, is_functional
+from .summary import Row, why_functional
 
 
 def table(config: CompareConfig, rows: list[Row]) -> Table:
@@ -46,6 +47,9 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
             grid.add_row(_name(row), Text("not available", style="dim"))
             continue
         difference = f"{row.max_loss_diff:.1e}\n({row.max_rel_loss_diff:.1e})"
+        if row.repeat:
+            grid.add_row(_name(row), "", "", "", "", f"{row.final_loss:.6f}", "bitwise\nequal", "")
+            continue
         if row.yardstick:
             grid.add_row(_name(row), "", "", "", "", f"{row.final_loss:.6f}", difference, "")
             continue
@@ -57,7 +61,7 @@ def table(config: CompareConfig, rows: list[Row]) -> Table:
             f"{row.peak_gib:.2f}",
             f"{row.final_loss:.6f}",
             "-" if row.arm == first else difference,
-            f"{row.speedup:.2f}x",
+            "" if row.speedup is None else f"{row.speedup:.2f}x",
         )
     grid.caption = f"loss differences over all steps, and speed, against {first}"
     grid.caption_justify = "left"
@@ -76,8 +80,15 @@ def print_report(console: Console, config: CompareConfig, results, rows: list[Ro
             "+1 ulp: the first arm again, its expert weights moved by one last place at the start. "
             "Loss differences of this size are rounding."
         )
-    if is_functional(config):
-        console.print("Times are of CPU ranks: they say nothing about speed on GPUs.")
+    if any(row.repeat and row.ok for row in rows):
+        console.print(
+            "again: the arm a second time. Losses and gradient norms of all steps, and the weights "
+            "after the last one, are bitwise equal."
+        )
+    if reason := why_functional(config):
+        console.print(reason)
+    if config.device == "cuda" and (reason := probe.no_transformer_engine()):
+        console.print(Text(f"Megatron's local modules: {reason}", style="dim"))
     for result in results:
         if result.unavailable is not None:
             console.print(Text(f"{result.arm}: not available: {result.unavailable}", style="dim"))

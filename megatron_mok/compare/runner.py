@@ -36,6 +36,7 @@ class ArmResult:
         log_tail: end of the traceback or of the log when it failed.
         unavailable: why it cannot run here and was left out, or None.
         yardstick: whether this is the first arm again with its experts moved by 1 ulp.
+        repeat: whether this is the arm before again, which must be bitwise equal to it.
     """
 
     arm: str
@@ -44,6 +45,7 @@ class ArmResult:
     log_tail: tuple[str, ...] = ()
     unavailable: str | None = None
     yardstick: bool = False
+    repeat: bool = False
 
     @property
     def ok(self) -> bool:
@@ -75,7 +77,8 @@ def run_comparison(
 
     Returns:
         One result per arm, in the order of `config.arms`; after the first one that ran, its
-        yardstick. An arm that fails or cannot run here does not stop the others.
+        yardstick; after each of a deterministic comparison, its repeat. An arm that fails or
+        cannot run here does not stop the others.
 
     Raises:
         DataError: there is no usable data.
@@ -105,9 +108,12 @@ def run_comparison(
                 results.append(ArmResult(name, None, unavailable=reason))
                 continue
             run = partial(_run_arm, config, ARMS[name], common, step0, out, display=display)
-            results.append(run(first=first))
-            if first is None and results[-1].ok:
-                first = results[-1]
+            result = run(first=first)
+            results.append(result)
+            if config.deterministic and result.ok:
+                results.append(run(first=result, repeat=True))
+            if first is None and result.ok:
+                first = result
                 if config.yardstick:
                     results.append(run(first=first, yardstick=True))
         return results
@@ -172,9 +178,13 @@ def _run_arm(
     first: ArmResult | None,
     display: Display,
     yardstick: bool = False,
+    repeat: bool = False,
 ) -> ArmResult:
-    """Train one arm; `first` is the arm with whose weights and tokens it must start, if any."""
+    """Train one arm; `first` is the arm with whose weights and tokens it must start, if any, and
+    as which all of it must be when it is a repeat."""
     name = yardsticks.arm_name(arm.name) if yardstick else arm.name
+    if repeat:
+        name += " again"
     folder = out / name.replace(" ", "_")
     job = Job(
         device=config.device,
@@ -195,9 +205,11 @@ def _run_arm(
     elif first is not None:
         problem = _difference(first.history, history, experts_moved=yardstick)
         failure = None if problem is None else f"not comparable to {first.arm}: {problem}"
+        if repeat and failure is None:
+            failure = _other_course(first.history, history)
     display.finished(name, failure or "")
     tail = _tail(history, launch) if failure else ()
-    return ArmResult(name, history, failure, tail, yardstick=yardstick)
+    return ArmResult(name, history, failure, tail, yardstick=yardstick, repeat=repeat)
 
 
 def _wait(config, job: Job, name: str, display: Display) -> tuple[int, Launch]:
@@ -252,4 +264,21 @@ def _difference(first: History, other: History, experts_moved: bool = False) -> 
     for number, (a, b) in enumerate(zip(first.steps, other.steps, strict=True), start=1):
         if a.tokens != b.tokens:
             return f"other token ids in step {number}"
+    return None
+
+
+def _other_course(first: History, again: History) -> str | None:
+    """Where two runs of the same thing stop being bitwise equal; None if they do not."""
+    for number, (a, b) in enumerate(zip(first.steps, again.steps, strict=True), start=1):
+        for what, before, now in (
+            ("losses", a.losses, b.losses),
+            ("gradient norm", a.grad_norm, b.grad_norm),
+        ):
+            if before != now:
+                return f"not bitwise repeatable: {what} {now} in step {number}, before {before}"
+    if first.evaluations != again.evaluations:
+        return "not bitwise repeatable: other losses in an evaluation"
+    for rank, (a, b) in enumerate(zip(first.end, again.end, strict=True)):
+        if a["weights"] != b["weights"]:
+            return f"not bitwise repeatable: other weights after the last step on rank {rank}"
     return None

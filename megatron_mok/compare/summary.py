@@ -22,11 +22,13 @@ class Row:
         peak_gib: largest peak of any rank: device memory, or resident memory on CPU ranks.
         max_loss_diff: largest absolute difference of a step's loss to the first arm's.
         max_rel_loss_diff: the largest relative one.
-        speedup: first arm's median step time / this arm's.
+        speedup: first arm's median step time / this arm's; None where times cannot be compared.
+        functional: whether the figures of time say nothing about GPUs.
         failure: why the arm has no valid result although it ran.
         unavailable: why the arm cannot run here.
         yardstick: whether this is the first arm again with its experts moved by 1 ulp, whose loss
             differences are those of rounding.
+        repeat: whether this is the arm before again, bitwise equal to it if it is ok.
     """
 
     arm: str
@@ -47,6 +49,7 @@ class Row:
     failure: str | None = None
     unavailable: str | None = None
     yardstick: bool = False
+    repeat: bool = False
 
     @property
     def ok(self) -> bool:
@@ -54,9 +57,19 @@ class Row:
         return self.failure is None and self.unavailable is None
 
 
-def is_functional(config: CompareConfig) -> bool:
-    """Whether the run shows that arms work and agree, while its times say nothing about GPUs."""
-    return config.device == "cpu"
+def why_functional(config: CompareConfig) -> str | None:
+    """Why the run shows that arms work and agree, but nothing about their speed on GPUs; or
+    None."""
+    if config.device == "cpu":
+        return "Times are of CPU ranks: they say nothing about speed on GPUs."
+    if config.deterministic:
+        return "Times are of deterministic kernels: they say nothing about speed."
+    return None
+
+
+def _comparable(config: CompareConfig) -> bool:
+    """Whether times of arms may be compared with each other."""
+    return not config.deterministic
 
 
 def summarize(config: CompareConfig, results: list[ArmResult]) -> list[Row]:
@@ -86,7 +99,7 @@ def _timed(config: CompareConfig, values: list[float]) -> list[float]:
 
 def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> Row:
     ep = config.parallel.expert_model_parallel_size
-    functional = is_functional(config)
+    functional = why_functional(config) is not None
     if not result.ok:
         return Row(
             result.arm,
@@ -96,11 +109,15 @@ def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> R
             failure=result.failure,
             unavailable=result.unavailable,
             yardstick=result.yardstick,
+            repeat=result.repeat,
         )
     history = result.history
     ms = timed_ms(config, result)
     median = float(np.median(ms))
     absolute, relative = loss_differences(first, result)
+    speedup = None
+    if _comparable(config):
+        speedup = float(np.median(timed_ms(config, first))) / median
     per_gpu = None
     if not functional:
         per_gpu = history.start[0]["flops"] / (median * 1e-3) / config.parallel.ranks / 1e12
@@ -118,7 +135,8 @@ def _row(config: CompareConfig, result: ArmResult, first: ArmResult | None) -> R
         final_loss=history.steps[-1].loss,
         max_loss_diff=max(absolute),
         max_rel_loss_diff=max(relative),
-        speedup=float(np.median(timed_ms(config, first))) / median,
+        speedup=speedup,
         functional=functional,
         yardstick=result.yardstick,
+        repeat=result.repeat,
     )

@@ -64,6 +64,10 @@ def run(job: Job, recorder: Recorder) -> None:
         from megatron_mok.megatron import cpu_mode
 
         cpu_mode.enable()
+    elif "--transformer-impl=local" in job.megatron_args:
+        from megatron_mok.megatron.local_modules import use_sdpa_attention
+
+        use_sdpa_attention()
     if job.plugin:
         from megatron_mok.megatron import install
 

@@ -17,16 +17,14 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from .local_modules import LOCAL_ARGS, use_sdpa_attention
+
 MEGATRON_ARGS = (
     "--distributed-backend=gloo",
-    "--transformer-impl=local",
-    "--attention-backend=unfused",
-    "--no-persist-layer-norm",  # apex only
+    *LOCAL_ARGS,
     "--no-gradient-accumulation-fusion",  # apex only
-    "--no-masked-softmax-fusion",  # a CUDA extension
-    "--no-bias-swiglu-fusion",  # the next three: torch.compile'd, slow to start on a CPU
+    "--no-bias-swiglu-fusion",  # these two: torch.compile'd, slow to start on a CPU
     "--no-bias-dropout-fusion",
-    "--no-rope-fusion",  # Transformer Engine only
     "--num-workers=0",
 )
 """Megatron command-line arguments that go with CPU mode."""
@@ -193,12 +191,9 @@ def _patch_tensor_types() -> None:
 
 
 def _patch_megatron() -> None:
-    from megatron.core.models import backends
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    from .cpu_attention import SDPACoreAttention
 
     # The original queues state changes until CUDA starts, which never happens: forks would leave
     # different states behind on different ranks and replicas would start different.
@@ -206,8 +201,7 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     random.CudaRNGStatesTracker = _rng_tracker_class(random)
 
-    # MLA: query and value heads differ in size. Reaches decoder and MTP layers alike.
-    backends.LocalSpecProvider.core_attention = lambda self: SDPACoreAttention
+    use_sdpa_attention()
 
     # Splits must become numpy even though the tensor is on the CPU already.
     def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mok.compare import probe
 from megatron_mok.compare.args import megatron_args, step0_load_args
 from megatron_mok.compare.config import from_dict
 from megatron_mok.compare.data import DataError, Dataset
@@ -41,6 +42,23 @@ def test_precision_and_device():
     assert "--bf16" in args_with("precision", "bf16")
     assert "--distributed-backend=gloo" in args_with("device", "cpu")
     assert "--distributed-backend=gloo" not in args_with("device", "cuda")
+
+
+def test_modules_on_gpus_are_those_that_are_installed(monkeypatch):
+    monkeypatch.setattr(probe, "no_transformer_engine", lambda: None)
+    args = args_with("device", "cuda")
+    assert "--transformer-impl=transformer_engine" in args
+    assert "--no-rope-fusion" not in args
+    monkeypatch.setattr(probe, "no_transformer_engine", lambda: "not installed")
+    args = args_with("device", "cuda")
+    assert "--transformer-impl=local" in args
+    assert "--no-rope-fusion" in args
+    assert "--moe-permute-fusion" not in args
+
+
+def test_deterministic_runs_are_runs_of_their_own():
+    assert "--deterministic-mode" not in args_with("deterministic", False)
+    assert "--deterministic-mode" in args_with("deterministic", True)
 
 
 def test_evaluation_is_off_unless_asked_for():

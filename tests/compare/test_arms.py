@@ -19,8 +19,7 @@ def comparison(key="seed", value=1, device="cuda"):
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine that has everything; tests take things away."""
-    for name in ("no_gpu", "no_gpu_training"):
-        monkeypatch.setattr(probe, name, lambda: None)
+    monkeypatch.setattr(probe, "no_gpu", lambda: None)
     for name in ("no_engine", "no_flex_backend"):
         monkeypatch.setattr(probe, name, lambda _: None)
     return monkeypatch
@@ -54,10 +53,10 @@ def test_flex_dispatchers_need_fp32_probs_and_gpus(gpus, name):
     assert ARMS[name].unavailable(comparison()) == f"no {name}"
 
 
-def test_arms_on_gpus_need_what_megatron_needs(gpus):
-    gpus.setattr(probe, "no_gpu_training", lambda: "no Transformer Engine")
+def test_arms_on_gpus_need_gpus(gpus):
+    gpus.setattr(probe, "no_gpu", lambda: "no CUDA device")
     for arm in ARMS.values():
-        assert arm.unavailable(comparison()) == "no Transformer Engine"
+        assert arm.unavailable(comparison()) == "no CUDA device"
     assert ARMS["alltoall"].unavailable(comparison(device="cpu")) is None
 
 
@@ -71,7 +70,7 @@ def test_mok_needs_an_engine_for_the_device(gpus):
 def test_gpu_of_another_generation(monkeypatch):
     import torch
 
-    monkeypatch.setattr("megatron_mok.runtime.engine.load_engine", lambda device: None)
+    monkeypatch.setattr("megatron_mok.runtime.engine.load_engine", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))

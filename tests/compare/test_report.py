@@ -12,7 +12,7 @@ from megatron_mok.compare.history import History, Step, read_history
 from megatron_mok.compare.plot import write_chart
 from megatron_mok.compare.record import record_path
 from megatron_mok.compare.report import print_report, write_csv, write_json
-from megatron_mok.compare.runner import ArmResult, _difference
+from megatron_mok.compare.runner import ArmResult, _difference, _other_course
 from megatron_mok.compare.summary import summarize
 
 from .test_config import changed
@@ -21,13 +21,22 @@ SECONDS = [9.0, 9.0, 9.0, 0.1, 0.2, 0.3]  # three that the timing skips
 LOSSES = [5.0, 4.0, 3.0, 2.5, 2.0, 1.5]
 
 
-def history(losses=LOSSES, scale=1.0, weights="w", tokens="t", peaks=(2**30, 2**31)):
+def history(
+    losses=LOSSES,
+    scale=1.0,
+    weights="w",
+    tokens="t",
+    peaks=(2**30, 2**31),
+    grad_norm=1.0,
+    end_weights="e",
+):
     steps = tuple(
-        Step(s * scale, 0.25, loss, {"lm loss": loss}, 1.0, (tokens, tokens))
+        Step(s * scale, 0.25, loss, {"lm loss": loss}, grad_norm, (tokens, tokens))
         for s, loss in zip(SECONDS, losses, strict=True)
     )
     start = {"weights": {"a": weights}, "flops": 4e12, "device": "H", "torch": "2", "te": None}
-    return History((start, start), steps, (), tuple({"peak_bytes": p} for p in peaks), None)
+    end = tuple({"peak_bytes": p, "weights": {"a": end_weights}} for p in peaks)
+    return History((start, start), steps, (), end, None)
 
 
 def config(**changes):
@@ -66,6 +75,37 @@ def test_gpu_rows_have_flops_and_are_not_functional():
     row = summarize(config(device="cuda"), RESULTS)[0]
     assert not row.functional
     assert row.tflops_per_gpu == pytest.approx(4e12 / 0.2 / 2 / 1e12)
+
+
+def test_deterministic_rows_have_no_speed_and_say_that_repeats_are_equal():
+    cfg = config(device="cuda", deterministic=True)
+    results = [*RESULTS[:2], ArmResult("mok again", RESULTS[1].history, repeat=True)]
+    rows = summarize(cfg, results)
+    assert [(row.speedup, row.functional) for row in rows] == [(None, True)] * 3
+    console = Console(width=80, record=True)
+    print_report(console, cfg, results, rows)
+    text = console.export_text()
+    assert "equal" in text
+    assert "say nothing about speed" in text
+    assert "x\n" not in text  # no ratio
+    assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        (
+            {"losses": [*LOSSES[:2], 3.0000001, *LOSSES[3:]]},
+            "losses {'lm loss': 3.0000001} in step 3",
+        ),
+        ({"grad_norm": 1.5}, "gradient norm 1.5 in step 1, before 1.0"),
+        ({"end_weights": "v"}, "other weights after the last step on rank 0"),
+    ],
+)
+def test_repeats_must_be_bitwise_equal(change, message):
+    found = _other_course(history(), history(**change))
+    assert (found is None) if message is None else (message in found)
 
 
 def test_first_arm_that_ran_is_the_reference():

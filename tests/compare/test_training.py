@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,6 +139,18 @@ def test_one_last_place_in_the_experts_is_felt(results):
     _, yardstick, *_ = results["rows"]
     assert yardstick["yardstick"]
     assert 0 < yardstick["max_loss_diff"] < 2e-5
+
+
+def test_deterministic_comparison(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_MOK_CACHE", str(tmp_path / "cache"))
+    arguments = ["compare", str(write_config(tmp_path)), "--arms", "mok", "--steps", "4"]
+    arguments += ["--deterministic", "--no-yardstick", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["arm"], row["repeat"]) for row in rows] == [("mok", False), ("mok again", True)]
+    for folder in ("mok", "mok_again"):
+        log = (tmp_path / folder / "megatron.log").read_text()
+        assert re.search(r"deterministic_mode \.+ True", log)
 
 
 @pytest.mark.parametrize("name", ["tiny_deepseek_v3", "tiny_glm", "tiny_qwen3_moe"])

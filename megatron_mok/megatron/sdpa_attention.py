@@ -1,4 +1,5 @@
-"""Core attention for CPU ranks: PyTorch's scaled_dot_product_attention in Megatron's interface."""
+"""Core attention of the local modules: PyTorch's scaled_dot_product_attention in Megatron's
+interface."""
 
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
@@ -9,8 +10,8 @@ from torch import Tensor
 class SDPACoreAttention(MegatronModule):
     """Causal attention whose query/key and value heads may differ in size, as MLA needs.
 
-    Megatron's own DotProductAttention (local spec) takes the value head size for that of the
-    query, and Transformer Engine's needs CUDA. Shapes: query `[s, b, n, d_qk]`, key
+    Megatron's own DotProductAttention takes the value head size for that of the query, and keeps
+    all scores; Transformer Engine's needs CUDA. Shapes: query `[s, b, n, d_qk]`, key
     `[s, b, g, d_qk]`, value `[s, b, g, d_v]`, output `[s, b, n * d_v]`, where g (the query
     groups of GQA) divides n.
     """
@@ -31,7 +32,7 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config=config)
         if config.context_parallel_size != 1:
             raise ValueError(
-                "CPU mode's attention does not do context parallelism; set "
+                "attention of the local modules does not do context parallelism; set "
                 f"context_parallel_size to 1 (given: {config.context_parallel_size})"
             )
         self.softmax_scale = softmax_scale  # None: 1 / sqrt(d_qk)
@@ -48,9 +49,9 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params=None,
     ) -> Tensor:
         if packed_seq_params is not None or attention_bias is not None:
-            raise ValueError("CPU mode's attention takes neither packed sequences nor a bias")
+            raise ValueError("attention takes neither packed sequences nor a bias here")
         if attn_mask_type not in (None, AttnMaskType.causal):
-            raise ValueError(f"CPU mode's attention is causal only (given: {attn_mask_type})")
+            raise ValueError(f"attention is causal only here (given: {attn_mask_type})")
         q_BNSD, k_BGSD, v_BGSV = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out_BNSV = F.scaled_dot_product_attention(
             q_BNSD,
