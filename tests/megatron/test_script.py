@@ -2,60 +2,14 @@
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("pretrain_script.py")
-STEPS, SAVE_EVERY, DIE_AT = 8, 3, 5
-ARGS = [
-    *("--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=128", "--num-attention-heads=2"),
-    *("--seq-length=32", "--max-position-embeddings=32", "--swiglu", "--disable-bias-linear"),
-    *("--normalization=RMSNorm", "--position-embedding-type=rope"),
-    *("--untie-embeddings-and-output-weights", "--attention-dropout=0", "--hidden-dropout=0"),
-    *("--num-experts=4", "--moe-router-topk=2", "--moe-ffn-hidden-size=64"),
-    *("--moe-router-dtype=fp32", "--moe-router-load-balancing-type=aux_loss"),
-    *("--moe-aux-loss-coeff=1e-2", "--expert-model-parallel-size=2"),
-    # The end of document is 255 or 256, by version.
-    *("--mock-data", "--tokenizer-type=NullTokenizer", "--vocab-size=256"),
-    "--make-vocab-size-divisible-by=512",
-    *("--micro-batch-size=2", "--global-batch-size=8", f"--train-iters={STEPS}", "--lr=1e-2"),
-    *("--lr-decay-style=constant", "--log-interval=1", "--eval-iters=0", "--eval-interval=1000"),
-    *("--use-distributed-optimizer", "--ckpt-format=torch_dist", f"--save-interval={SAVE_EVERY}"),
-]
+from tests.megatron.assertions import FP32
+from tests.megatron.script_runs import SAVE_EVERY, STEPS, assert_losses_agree, run
 
-
-def run(folder, name, dispatcher, *args, die_at=None):
-    """Train through the launcher. Returns (exit status, losses as hex by rank, step and
-    microbatch, the log)."""
-    losses = folder / f"{name}.losses"
-    env = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "PYTHONWARNINGS": "ignore",
-        "SCRIPT_LOSSES": str(losses),
-    }
-    if die_at is not None:
-        env["SCRIPT_DIE_AT"] = str(die_at)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "-m", "megatron_mok.megatron.launcher", "--cpu", str(SCRIPT)]
-    command += [*ARGS, f"--data-cache-path={folder / 'cache'}", *args]
-    command.append(f"--moe-token-dispatcher-type={dispatcher}")
-    log = folder / f"{name}.log"
-    with log.open("w") as output:
-        done = subprocess.run(
-            command, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=200, check=False
-        )
-    lines = losses.read_text().splitlines() if losses.exists() else []
-    found = {}
-    for rank, step, loss in map(str.split, lines):
-        found.setdefault((int(rank), int(step)), []).append(loss)
-    return done.returncode, found, log.read_text(errors="replace")
+DIE_AT = 5
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +35,8 @@ def native(tmp_path_factory):
     return losses
 
 
-def assert_same_losses(found, native):
-    assert native.keys() == found.keys()
-    for key, losses in native.items():
-        numbers, expected = (
-            [float.fromhex(text) for text in texts] for texts in (found[key], losses)
-        )
-        assert numbers == pytest.approx(expected, rel=1e-5), key
-
-
 def test_losses_are_those_of_alltoall(uninterrupted, native):
-    assert_same_losses(uninterrupted[0], native)
-    first, last = ([float.fromhex(x) for x in native[0, step]] for step in (1, STEPS))
-    assert sum(last) < sum(first)
+    assert_losses_agree(uninterrupted[0], native, FP32)
 
 
 def test_mode_dispatch(native, tmp_path):
@@ -101,7 +44,7 @@ def test_mode_dispatch(native, tmp_path):
     assert status == 0, log[-3000:]
     said = "megatron_mok: dispatch and combine around Megatron's experts, engine host"
     assert log.count(said) == 1
-    assert_same_losses(losses, native)
+    assert_losses_agree(losses, native, FP32)
 
 
 def test_resumes_bitwise_after_kill_9(uninterrupted, tmp_path):
