@@ -26,6 +26,8 @@ def megatron_args(config: CompareConfig, dataset: Dataset) -> list[str]:
         from megatron_mok.megatron.cpu_mode import MEGATRON_ARGS as device_args
     else:
         device_args = cuda_args()
+        if config.parallel.ranks_per_gpu > 1:
+            device_args.append("--distributed-backend=gloo")  # NCCL refuses such ranks
     train, parallel = config.train, config.parallel
     args = [
         *_FIXED,

@@ -21,6 +21,7 @@ class ParallelConfig:
     """How many processes there are on this host and how the model is spread over them."""
 
     ranks: int
+    ranks_per_gpu: int = 1  # more: they share it under MPS, with gloo; functional, not timed
     expert_model_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -59,7 +60,22 @@ class ParallelConfig:
                 "parallel.overlap_param_gather: needs distributed_optimizer: true and "
                 "overlap_grad_reduce: true"
             )
+        if self.ranks % self.ranks_per_gpu:
+            raise ConfigError(
+                f"parallel.ranks_per_gpu: {self.ranks_per_gpu} does not divide parallel.ranks "
+                f"({self.ranks})"
+            )
+        if self.ranks_per_gpu > 1 and self.pipeline_model_parallel_size > 1:
+            raise ConfigError(
+                "parallel.ranks_per_gpu: must be 1 with pipeline parallelism (gloo does not send "
+                "CUDA tensors)"
+            )
         if device == "cpu":
+            if self.ranks_per_gpu != 1:
+                raise ConfigError(
+                    "parallel.ranks_per_gpu: must be 1 with device: cpu (given: "
+                    f"{self.ranks_per_gpu})"
+                )
             if self.context_parallel_size != 1:
                 raise ConfigError(
                     "parallel.context_parallel_size: must be 1 with device: cpu (given: "
@@ -70,6 +86,11 @@ class ParallelConfig:
                     "parallel.sequence_parallel: needs device: cuda (RMSNorm with sequence "
                     "parallelism is Transformer Engine's)"
                 )
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs there are to be."""
+        return self.ranks // self.ranks_per_gpu
 
     @property
     def data_parallel_size(self) -> int:

@@ -108,7 +108,7 @@ def write_json(
     tree = results_file.header(
         command,
         gpu=start.get("device") if on_gpu else None,
-        n_gpus=config.parallel.ranks if on_gpu else 0,
+        n_gpus=config.parallel.gpus if on_gpu else 0,
         ranks=config.parallel.ranks,
         versions=start,
         dense_tflops=None,
@@ -146,7 +146,10 @@ def _steps(result: ArmResult) -> dict:
 
 def _setting(config: CompareConfig) -> str:
     p = config.parallel
-    parts = [f"{p.ranks} {config.device} ranks", f"EP {p.expert_model_parallel_size}"]
+    ranks = f"{p.ranks} {config.device} ranks"
+    if p.ranks_per_gpu > 1:
+        ranks += f" ({p.ranks_per_gpu} per GPU)"
+    parts = [ranks, f"EP {p.expert_model_parallel_size}"]
     for name, size in (
         ("TP", p.tensor_model_parallel_size),
         ("PP", p.pipeline_model_parallel_size),

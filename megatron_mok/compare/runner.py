@@ -4,10 +4,13 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+from megatron_mok.megatron.shared_gpu import SharedGPU
 
 from . import yardstick as yardsticks
 from .args import megatron_args, step0_load_args, step0_save_args
@@ -16,6 +19,7 @@ from .config import CompareConfig
 from .data import Dataset, check_split, prepare
 from .history import History, read_history
 from .launch import Launch
+from .mps import MPSError, share_gpu
 from .worker import Job
 
 _POLL_SECONDS = 0.1
@@ -82,12 +86,12 @@ def run_comparison(
 
     Raises:
         DataError: there is no usable data.
-        CompareError: this host cannot run it, a required arm or all of them cannot run here, or
-            the step-0 weights could not be made.
+        CompareError: this host cannot run it, ranks cannot share its GPUs, a required arm or all
+            of them cannot run here, or the step-0 weights could not be made.
         KeyboardInterrupt: after the children were ended.
     """
     if config.device == "cuda":
-        _check_gpus(config.parallel.ranks)
+        _check_gpus(config.parallel.gpus)
     unavailable = {name: ARMS[name].unavailable(config) for name in config.arms}
     _check_required(unavailable, require)
     out.mkdir(parents=True, exist_ok=True)
@@ -98,27 +102,37 @@ def run_comparison(
     common = megatron_args(config, dataset)
     step0 = out / "step0" / "checkpoint"
     try:
-        _make_step0(config, common, dataset, step0, display)
-        results: list[ArmResult] = []
-        first: ArmResult | None = None
-        for name in config.arms:
-            if reason := unavailable[name]:
-                display.stage(name, config.train.steps)
-                display.finished(name, f"not available: {reason}")
-                results.append(ArmResult(name, None, unavailable=reason))
-                continue
-            run = partial(_run_arm, config, ARMS[name], common, step0, out, display=display)
-            result = run(first=first)
-            results.append(result)
-            if config.deterministic and result.ok:
-                results.append(run(first=result, repeat=True))
-            if first is None and result.ok:
-                first = result
-                if config.yardstick:
-                    results.append(run(first=first, yardstick=True))
-        return results
+        with _shared_gpus(config) as shared:
+            _make_step0(config, common, dataset, step0, display, shared)
+            results: list[ArmResult] = []
+            first: ArmResult | None = None
+            for name in config.arms:
+                if reason := unavailable[name]:
+                    display.stage(name, config.train.steps)
+                    display.finished(name, f"not available: {reason}")
+                    results.append(ArmResult(name, None, unavailable=reason))
+                    continue
+                arm = ARMS[name]
+                run = partial(_run_arm, config, arm, common, step0, out, display, shared)
+                result = run(first=first)
+                results.append(result)
+                if config.deterministic and result.ok:
+                    results.append(run(first=result, repeat=True))
+                if first is None and result.ok:
+                    first = result
+                    if config.yardstick:
+                        results.append(run(first=first, yardstick=True))
+            return results
+    except MPSError as error:
+        raise CompareError(f"parallel.ranks_per_gpu: {error}") from error
     finally:
         shutil.rmtree(step0, ignore_errors=True)  # as large as the model; the seed remakes it
+
+
+def _shared_gpus(config: CompareConfig) -> AbstractContextManager[SharedGPU | None]:
+    """What ranks need to share GPUs, for as long as the context; None where they do not."""
+    ranks_per_gpu = config.parallel.ranks_per_gpu
+    return nullcontext() if ranks_per_gpu == 1 else share_gpu(ranks_per_gpu)
 
 
 def _check_required(unavailable: dict[str, str | None], require: Sequence[str]) -> None:
@@ -131,18 +145,25 @@ def _check_required(unavailable: dict[str, str | None], require: Sequence[str]) 
         raise CompareError("no arm can run here:\n  " + "\n  ".join(lines))
 
 
-def _check_gpus(ranks: int) -> None:
+def _check_gpus(needed: int) -> None:
     import torch
 
     found = torch.cuda.device_count()
-    if found < ranks:
+    if found < needed:
         raise CompareError(
-            f"parallel.ranks is {ranks}, with one GPU each, but this host has {found}; "
-            "lower it, or use device: cpu"
+            f"parallel.ranks / parallel.ranks_per_gpu is {needed}, but this host has {found} GPUs; "
+            "lower parallel.ranks, let ranks share GPUs, or use device: cpu"
         )
 
 
-def _make_step0(config, common, dataset: Dataset, step0: Path, display: Display) -> None:
+def _make_step0(
+    config,
+    common,
+    dataset: Dataset,
+    step0: Path,
+    display: Display,
+    shared: SharedGPU | None,
+) -> None:
     shutil.rmtree(step0, ignore_errors=True)
     dataset.index_cache.mkdir(parents=True, exist_ok=True)
     job = Job(
@@ -152,6 +173,7 @@ def _make_step0(config, common, dataset: Dataset, step0: Path, display: Display)
         record_dir=str(step0.parent),
         runner_pid=os.getpid(),
         save_step0=str(step0),
+        shared_gpu=shared,
     )
     name = "step-0 weights"
     display.stage(name, None)
@@ -174,9 +196,10 @@ def _run_arm(
     common: list[str],
     step0: Path,
     out: Path,
+    display: Display,
+    shared: SharedGPU | None,
     *,
     first: ArmResult | None,
-    display: Display,
     yardstick: bool = False,
     repeat: bool = False,
 ) -> ArmResult:
@@ -193,6 +216,7 @@ def _run_arm(
         record_dir=str(folder),
         runner_pid=os.getpid(),
         move_experts=yardstick,
+        shared_gpu=shared,
     )
     display.stage(name, config.train.steps)
     status, launch = _wait(config, job, name, display)

@@ -62,6 +62,8 @@ def why_functional(config: CompareConfig) -> str | None:
     None."""
     if config.device == "cpu":
         return "Times are of CPU ranks: they say nothing about speed on GPUs."
+    if config.parallel.ranks_per_gpu > 1:
+        return "Ranks share their GPU: times say nothing about speed."
     if config.deterministic:
         return "Times are of deterministic kernels: they say nothing about speed."
     return None
@@ -69,7 +71,7 @@ def why_functional(config: CompareConfig) -> str | None:
 
 def _comparable(config: CompareConfig) -> bool:
     """Whether times of arms may be compared with each other."""
-    return not config.deterministic
+    return not config.deterministic and config.parallel.ranks_per_gpu == 1
 
 
 def summarize(config: CompareConfig, results: list[ArmResult]) -> list[Row]:

@@ -12,6 +12,9 @@ import threading
 import time
 from pathlib import Path
 
+from megatron_mok.megatron import shared_gpu
+from megatron_mok.megatron.shared_gpu import SharedGPU
+
 from .record import Recorder
 
 
@@ -27,6 +30,7 @@ class Job:
         runner_pid: the process that waits for the result; without it there is no use in going on.
         save_step0: folder to save the initial weights to, instead of training; or None.
         move_experts: whether to move all expert weights by one ulp before the first step.
+        shared_gpu: how ranks share GPUs, or None when each has its own.
     """
 
     device: str
@@ -36,6 +40,7 @@ class Job:
     runner_pid: int
     save_step0: str | None = None
     move_experts: bool = False
+    shared_gpu: SharedGPU | None = None
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1))
@@ -43,7 +48,11 @@ class Job:
     @classmethod
     def read(cls, path: Path) -> "Job":
         fields = json.loads(path.read_text())
-        return cls(**{**fields, "megatron_args": tuple(fields["megatron_args"])})
+        shared = fields.pop("shared_gpu")
+        return cls(
+            **{**fields, "megatron_args": tuple(fields["megatron_args"])},
+            shared_gpu=None if shared is None else SharedGPU(**shared),
+        )
 
 
 def main(argv: list[str]) -> None:
@@ -60,6 +69,8 @@ def main(argv: list[str]) -> None:
 
 def run(job: Job, recorder: Recorder) -> None:
     """Run `job` in this process, which must be one rank of a torchrun launch."""
+    if job.shared_gpu is not None:
+        shared_gpu.enable(job.shared_gpu)
     if job.device == "cpu":
         from megatron_mok.megatron import cpu_mode
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_mok.megatron import cpu_mode
+from megatron_mok.megatron import cpu_mode, shared_gpu
 from megatron_mok.megatron.dispatcher import MoKTokenDispatcher
 from megatron_mok.megatron.errors import MoKConfigError
 from megatron_mok.megatron.experts import FusedExperts
@@ -241,14 +241,15 @@ _announced: set[tuple[str, LayerShape]] = set()
 
 
 def _shared_workspace(shape: LayerShape, ep_group: Any, options: MoKOptions) -> Workspace:
+    device = _device()
     runtime_options = RuntimeOptions(
         first_wait_s=options.first_timeout_s,
         inner_wait_s=options.inner_timeout_s,
-        workers=options.host_threads,
+        workers=options.host_threads if device.type == "cpu" else shared_gpu.max_ctas(),
         peer_memory=options.peer_memory,
     )
     try:
-        workspace = get_workspace(shape, ep_group, _device(), runtime_options)
+        workspace = get_workspace(shape, ep_group, device, runtime_options)
     except MoKUnsupportedError as error:  # several hosts, or another kind of GPU
         raise MoKConfigError(f"{error}; {USE_ALLTOALL}") from error
     if torch.distributed.get_rank() == 0 and (options.mode, shape) not in _announced:

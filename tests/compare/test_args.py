@@ -56,6 +56,11 @@ def test_modules_on_gpus_are_those_that_are_installed(monkeypatch):
     assert "--moe-permute-fusion" not in args
 
 
+def test_ranks_that_share_a_gpu_use_gloo():
+    tree = changed("parallel.ranks_per_gpu", 2) | {"device": "cuda"}
+    assert "--distributed-backend=gloo" in megatron_args(from_dict(tree), TEXT)
+
+
 def test_deterministic_runs_are_runs_of_their_own():
     assert "--deterministic-mode" not in args_with("deterministic", False)
     assert "--deterministic-mode" in args_with("deterministic", True)

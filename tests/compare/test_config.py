@@ -76,6 +76,8 @@ def test_numbers_that_yaml_reads_as_strings(text):
         ("parallel.tensor_model_parallel_size", 4, "parallel.ranks: 2 is not a multiple"),
         ("parallel.overlap_param_gather", True, "needs distributed_optimizer: true"),
         ("parallel.sequence_parallel", True, "needs device: cuda"),
+        ("parallel.ranks_per_gpu", 3, "does not divide parallel.ranks (2)"),
+        ("parallel.ranks_per_gpu", 2, "must be 1 with device: cpu (given: 2)"),
         ("train.global_batch_size", 6, "is not a multiple of"),
         ("train.lr", 0, "train.lr: must be above 0"),
         ("train.lr_warmup_steps", 10, "must be from 0 to train.steps - 1 = 9"),

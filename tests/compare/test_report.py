@@ -91,6 +91,17 @@ def test_deterministic_rows_have_no_speed_and_say_that_repeats_are_equal():
     assert "…" not in text
 
 
+def test_ranks_that_share_a_gpu_have_no_speed():
+    tree = changed("parallel.ranks_per_gpu", 2) | {"device": "cuda", "arms": ["alltoall", "mok"]}
+    tree["train"]["steps"] = len(LOSSES)
+    cfg = from_dict(tree, name="shared")
+    rows = summarize(cfg, RESULTS)
+    assert (rows[0].speedup, rows[1].speedup, rows[1].functional) == (None, None, True)
+    console = Console(width=80, record=True)
+    print_report(console, cfg, RESULTS, rows)
+    assert "2 cuda ranks (2 per GPU)" in console.export_text()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -23,6 +23,9 @@ from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron_mok.megatron import shared_gpu
+from megatron_mok.megatron.shared_gpu import SharedGPU
+
 START_TIMEOUT_S = 180.0
 
 
@@ -30,13 +33,15 @@ class RankPool:
     """`size` ranks of one world, with megatron_mok installed.
 
     Args:
-        device: "cpu", or "cuda" for the first GPU; several ranks on it need an MPS daemon.
+        device: "cpu", or "cuda" for the first GPU.
+        shared: how several ranks share it.
     Raises: RuntimeError when the ranks do not start.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(self, size: int, device: str = "cpu", shared: SharedGPU | None = None) -> None:
         self.size = size
-        self.device = device
+        self._device = device
+        self._shared = shared
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -83,7 +88,8 @@ class RankPool:
             ours, theirs = context.Pipe()
             # Not daemons: saving a checkpoint starts processes. They end when the pipe closes.
             process = context.Process(
-                target=_rank_main, args=(rank, self.size, self.device, self._folder.name, theirs)
+                target=_rank_main,
+                args=(rank, self.size, self._device, self._shared, self._folder.name, theirs),
             )
             process.start()
             theirs.close()
@@ -111,7 +117,14 @@ class RankPool:
         return answers
 
 
-def _rank_main(rank: int, size: int, device: str, folder: str, pipe: Connection) -> None:
+def _rank_main(
+    rank: int,
+    size: int,
+    device: str,
+    shared: SharedGPU | None,
+    folder: str,
+    pipe: Connection,
+) -> None:
     os.setpgrp()
     os.environ.update(
         RANK=str(rank),
@@ -119,10 +132,12 @@ def _rank_main(rank: int, size: int, device: str, folder: str, pipe: Connection)
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
         MOK_TEST_RENDEZVOUS=folder,
-        MOK_TEST_BACKEND="nccl" if device == "cuda" and size == 1 else "gloo",
+        MOK_TEST_BACKEND="nccl" if device == "cuda" and shared is None else "gloo",
     )
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if shared is not None:
+        shared_gpu.enable(shared)
     pipe.send(_guarded(_set_up_rank, device))
     while True:
         try:
