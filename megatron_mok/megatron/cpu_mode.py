@@ -29,6 +29,8 @@ MEGATRON_ARGS = (
 )
 """Megatron command-line arguments that go with CPU mode."""
 
+# Where they are installed Megatron calls their kernels, in its router and its optimizer too.
+_FOR_CUDA_TENSORS = ("transformer_engine", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
 _CPU = torch.device("cpu")
 _enabled = False
 
@@ -54,6 +56,8 @@ def enable() -> None:
     _enabled = True
     # torch.compile'd helpers (jit_fuser) would each start a C++ compiler for a few small ops.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    for package in _FOR_CUDA_TENSORS:
+        sys.modules[package] = None  # importing it raises ImportError, as if it were not installed
     _patch_torch_cuda()
     _patch_devices()
     _patch_tensor_types()

@@ -41,6 +41,23 @@ def test_refuses_to_come_after_megatron():
     assert "before megatron.core is imported" in out
 
 
+def test_packages_for_cuda_tensors_are_as_if_not_installed(tmp_path):
+    """Without this Megatron calls Transformer Engine's CUDA kernels with CPU tensors."""
+    for name in ("transformer_engine", "apex", "amp_C", "fused_weight_gradient_mlp_cuda"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('no CUDA tensors here')\n")
+    out = run(
+        "-c",
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from megatron_mok.megatron import cpu_mode, install\n"
+        "cpu_mode.enable(); install()\n"
+        "import megatron.training.training\n"
+        "from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER\n"
+        "from megatron.core.tensor_parallel import layers, random\n"
+        "print(random.HAVE_TE, layers._grad_accum_fusion_available, USING_PYTORCH_OPTIMIZER)\n",
+    )
+    assert out.split() == ["False", "False", "True"]
+
+
 def test_cuda_devices_are_the_cpu():
     out = run(
         "-c",
