@@ -65,7 +65,8 @@ def set_up_parallel(
         )
         _layout = (ep, tp, pp)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    set_options(MoKOptions(mode, max_tokens_per_rank=max_tokens))
+    # A rank that waits in vain says for what before the pool gives up.
+    set_options(MoKOptions(mode, first_timeout_s=60.0, max_tokens_per_rank=max_tokens))
 
 
 def kind_of(dispatcher: str) -> type[MoELayer]:

@@ -7,6 +7,7 @@ Importing Megatron takes seconds per process, so every test of a session shares 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import itertools
 import logging
@@ -59,7 +60,7 @@ class RankPool:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
+            pipe.send((function, args, kwargs, timeout_s))
         answers = self._collect(timeout_s)
         problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(answers) if not ok]
         if problems:
@@ -141,10 +142,13 @@ def _rank_main(
     pipe.send(_guarded(_set_up_rank, device))
     while True:
         try:
-            function, args, kwargs = pipe.recv()
+            function, args, kwargs, timeout_s = pipe.recv()
         except EOFError:  # pytest is gone
             os.killpg(0, signal.SIGKILL)
+        # A rank that is going to be late says where it is.
+        faulthandler.dump_traceback_later(0.9 * timeout_s, file=sys.__stderr__)
         pipe.send(_guarded(_call, function, *args, **kwargs))
+        faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
 
 
