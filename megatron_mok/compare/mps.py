@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,7 +69,7 @@ def mps_daemon() -> Iterator[dict[str, str]]:
     control = find_control()
     if control is None:
         raise MPSError(f"{_CONTROL} is not there; it comes with NVIDIA's driver")
-    if running := _running():
+    if running := _still_running():
         raise MPSError(
             f"an MPS daemon runs already (process {running}); a GPU has one at most. End it "
             f"(echo quit | {_CONTROL}), or give each rank a GPU of its own"
@@ -96,6 +97,14 @@ def mps_daemon() -> Iterator[dict[str, str]]:
             keeper.kill()
             keeper.wait()
         keeper.stdout.close()
+
+
+def _still_running() -> int | None:
+    """As `_running`, once one that was told to quit has had time to."""
+    deadline = time.monotonic() + _END_SECONDS
+    while (running := _running()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return running
 
 
 def _running() -> int | None:

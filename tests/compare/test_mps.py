@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -50,7 +51,13 @@ def control(tmp_path, monkeypatch):
 
 
 def daemons():
-    return [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("nvidia-cuda-mp")]
+    """Not those that ended and stay as zombies, as in containers without an init."""
+    return [
+        process
+        for process in psutil.process_iter(["name", "status"])
+        if process.info["name"].startswith("nvidia-cuda-mps")
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def gone(folder, limit_s=20.0):
@@ -70,7 +77,17 @@ def test_daemon_lives_as_long_as_the_context(control):
     assert gone(folder, 0.5)
 
 
-def test_second_daemon_is_refused(control):
+def test_daemon_that_is_about_to_end_is_waited_for(control):
+    with mps.mps_daemon():
+        (running,) = daemons()
+        threading.Timer(0.5, running.terminate).start()
+        with mps.mps_daemon() as environment:
+            assert running.pid not in [daemon.pid for daemon in daemons()]
+            assert Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).exists()
+
+
+def test_second_daemon_is_refused(control, monkeypatch):
+    monkeypatch.setattr(mps, "_END_SECONDS", 0.1)
     with mps.mps_daemon():
         (running,) = daemons()
         with (
