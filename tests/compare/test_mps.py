@@ -36,9 +36,15 @@ esac
 """
 
 
+# Other than that of NVIDIA's program, and of tests that run on this host at the same time.
+NAME = f"mps-{os.getpid()}-fake"[:15]
+
+
 @pytest.fixture
 def control(tmp_path, monkeypatch):
-    program = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    monkeypatch.setattr(mps, "_CONTROL", NAME)
+    monkeypatch.setattr(mps, "_PROCESSES", NAME)
+    program = tmp_path / "bin" / NAME
     program.parent.mkdir()
     program.write_text(CONTROL)
     program.chmod(0o755)
@@ -55,8 +61,7 @@ def daemons():
     return [
         process
         for process in psutil.process_iter(["name", "status"])
-        if process.info["name"].startswith("nvidia-cuda-mps")
-        and process.info["status"] != psutil.STATUS_ZOMBIE
+        if process.info["name"].startswith(NAME) and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
 
 
@@ -99,8 +104,9 @@ def test_second_daemon_is_refused(control, monkeypatch):
 
 def test_daemon_of_a_killed_process_ends(control):
     code = (
-        "import time\nfrom megatron_mok.compare.mps import mps_daemon\n"
-        "with mps_daemon() as environment:\n"
+        "import time\nfrom megatron_mok.compare import mps\n"
+        f"mps._CONTROL = mps._PROCESSES = {NAME!r}\n"
+        "with mps.mps_daemon() as environment:\n"
         "    print(environment['CUDA_MPS_PIPE_DIRECTORY'], flush=True)\n"
         "    time.sleep(60)\n"
     )
