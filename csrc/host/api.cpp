@@ -70,13 +70,6 @@ std::string bad_saved(const MokSaved& saved) {
   return saved.rows > 0 ? missing({{"saved.preact", saved.preact}}) : "";
 }
 
-std::string too_small(int64_t row_capacity, const MokWorkspace& ws) {
-  const int64_t needed = ws.max_blocks * mok::kBlockRows;
-  if (row_capacity >= needed) return "";
-  return "row_capacity is " + std::to_string(row_capacity) + "; the workspace needs room for " +
-         std::to_string(needed) + " rows";
-}
-
 // Of dispatch and combine; `rows` has room for so many.
 std::string bad_rows(int64_t capacity, const void* rows, const MokWorkspace& ws) {
   const std::string problem = mok::bad_capacity_text(ws.max_blocks, capacity);
@@ -143,7 +136,7 @@ MokStatus mok_schedule(MokWorkspace* ws, MokScheduleArgs* args) {
   return guarded(ws, [&] {
     const std::string refusal =
         first_of({missing_tokens(args->routes, {{"routes.probs", args->routes.probs}}),
-                  too_small(args->row_capacity, *ws),
+                  mok::small_row_capacity_text(ws->max_blocks, args->row_capacity),
                   missing({{"counts", args->counts},
                            {"block_offsets", args->block_offsets},
                            {"rows", args->rows},

@@ -57,6 +57,14 @@ inline std::string bad_capacity_text(int64_t max_blocks, int64_t capacity) {
          std::to_string(kBlockRows) + ", at most " + std::to_string(most);
 }
 
+// Of the schedule as data, or "".
+inline std::string small_row_capacity_text(int64_t max_blocks, int64_t row_capacity) {
+  const int64_t needed = max_blocks * kBlockRows;
+  if (row_capacity >= needed) return "";
+  return "row_capacity is " + std::to_string(row_capacity) + "; the workspace needs room for " +
+         std::to_string(needed) + " rows";
+}
+
 // route: its position in the [T, K] expert ids.
 inline std::string bad_expert_text(const MokShape& s, int32_t expert, int64_t route) {
   return "expert id " + std::to_string(expert) + " at token " + std::to_string(route / s.topk) +

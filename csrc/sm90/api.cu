@@ -410,11 +410,9 @@ MokStatus mok_check(MokWorkspace* ws) {
 MokStatus mok_schedule(MokWorkspace* ws, MokScheduleArgs* args) {
   const auto check = [&] {
     require_probs(args->routes);
-    const int64_t needed = int64_t{ws->geometry.max_blocks} * mok::kBlockRows;
-    if (args->row_capacity < needed) {
-      refuse("row_capacity is " + std::to_string(args->row_capacity) +
-             "; the workspace needs room for " + std::to_string(needed) + " rows");
-    }
+    const std::string problem =
+        mok::small_row_capacity_text(ws->geometry.max_blocks, args->row_capacity);
+    if (!problem.empty()) refuse(problem);
     require_pointer(args->counts, "counts");
     require_pointer(args->block_offsets, "block_offsets");
     require_pointer(args->rows, "rows");

@@ -58,7 +58,7 @@ class OperandLoads {
   MOK_DEVICE void load(int32_t k, uint32_t smem, uint32_t stage, const Geometry& g) const {
     const uint32_t full = StageRing::full(smem, stage);
     barrier_expect(full, kStageBytes);
-    // Left: K step k of the block's rows, or rows of K step k in columns of the tile.
+    // The step is 64 columns of the left rows or, in a weight gradient, 64 rows of both rings.
     const bool wgrad = phase_ == MOK_PHASE_WGRAD;
     constexpr int32_t kStepsPerBlock = kTileM / kTileK;
     const int32_t row = wgrad
@@ -66,6 +66,7 @@ class OperandLoads {
                             : ring_row(block_, g);
     load_tensor_3d(StageRing::operand_a(smem, stage), a_, full, 0, row, wgrad ? column_a_ : k,
                    policy_);
+    // K is along the rows of the weight in a recomputed FC1, and the row elsewhere.
     const bool recompute = phase_ == kPhaseRecompute;
     load_tensor_3d(StageRing::operand_b(smem, stage), b_, full, recompute ? k * kTileK : 0,
                    recompute ? column_b_
@@ -129,7 +130,6 @@ MOK_DEVICE void load_role(const BackwardParams& p, const BackwardMaps& maps, uin
         loads.load(k, smem, stage.slot, p.geometry);
         stage.advance();
       }
-      // Here the math warps are busy with the end of the tile before, and all stages are filled.
       if (k == look_ahead_step(steps)) next = NextTask(ticket, order, p, task_readiness);
     }
     if (task.phase == MOK_PHASE_FC1 && !load_chunks(task, p, maps, smem, stage)) return;

@@ -84,7 +84,6 @@ MOK_DEVICE void load_role(const ForwardParams& p, const ForwardMaps& maps, uint3
         loads.load(k, smem, stage.slot);
         stage.advance();
       }
-      // Here the math warps are busy with the end of the tile before, and all stages are filled.
       if (k == look_ahead_step(steps)) next = NextTask(ticket, order, p, task_readiness);
     }
     const Task task = next.task;

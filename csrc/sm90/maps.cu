@@ -10,9 +10,7 @@ namespace mok::sm90 {
 
 DeviceMemory device_alloc(int64_t bytes) {
   void* p = nullptr;
-  const cudaError_t error = cudaMalloc(&p, bytes);
-  if (error != cudaSuccess) cudaGetLastError();  // or the next launch that asks would report it
-  check_cuda(error, "allocating device memory");
+  check_cuda(cudaMalloc(&p, bytes), "allocating device memory");
   return DeviceMemory(p);
 }
 

@@ -170,17 +170,6 @@ MOK_DEVICE bool wait_until(Ready ready, const Watchdog& dog, WaitSite site, int3
   return true;
 }
 
-// The same for the math warps, in fewer instructions and without a deadline of its own: what they
-// wait for is the work of warps that have one.
-template <typename Ready>
-MOK_DEVICE bool math_wait_until(Ready ready, const Watchdog& dog) {
-#pragma unroll 1
-  for (uint32_t polls = 1; !ready(); ++polls) {
-    if (polls % 64 == 0 && load_relaxed(dog.abort) != 0) return false;
-  }
-  return true;
-}
-
 // The same for a condition that a whole warp evaluates together, with rests between the polls.
 template <typename Ready>
 MOK_DEVICE bool warp_wait_until(Ready ready, const Watchdog& dog, WaitSite site, int32_t detail) {
@@ -188,6 +177,17 @@ MOK_DEVICE bool warp_wait_until(Ready ready, const Watchdog& dog, WaitSite site,
   while (!ready()) {
     if (__any_sync(~0u, deadline.passed(dog, site, detail, dog.inner_wait_ns))) return false;
     __nanosleep(300);
+  }
+  return true;
+}
+
+// For the math warps: in fewer instructions and without a deadline of its own, since what they wait
+// for is the work of warps that have one. False once some rank has given up.
+template <typename Ready>
+MOK_DEVICE bool math_wait_until(Ready ready, const Watchdog& dog) {
+#pragma unroll 1
+  for (uint32_t polls = 1; !ready(); ++polls) {
+    if (polls % 64 == 0 && load_relaxed(dog.abort) != 0) return false;
   }
   return true;
 }
@@ -203,17 +203,14 @@ MOK_DEVICE bool math_wait_barrier(uint32_t barrier, uint32_t parity, const Watch
   return math_wait_until([=] { return barrier_try_wait(barrier, parity); }, dog);
 }
 
-// Waits until a local counter has reached `target`.
-MOK_DEVICE bool wait_counter(const uint32_t* counter, uint32_t target, const Watchdog& dog,
-                             WaitSite site, int32_t detail) {
-  return wait_until([=] { return load_relaxed(counter) >= target; }, dog, site, detail,
-                    dog.inner_wait_ns);
-}
-
-// The same where the counter stands for data that tensor or bulk copies of this thread read next.
+// Waits until a local counter has reached `target`. It stands for data that tensor or bulk copies
+// of this thread read next.
 MOK_DEVICE bool wait_loadable(const uint32_t* counter, uint32_t target, const Watchdog& dog,
                               WaitSite site, int32_t detail) {
-  if (!wait_counter(counter, target, dog, site, detail)) return false;
+  if (!wait_until([=] { return load_relaxed(counter) >= target; }, dog, site, detail,
+                  dog.inner_wait_ns)) {
+    return false;
+  }
   acquire_for_copies();
   return true;
 }

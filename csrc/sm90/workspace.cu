@@ -6,6 +6,7 @@ namespace mok::sm90 {
 
 void check_cuda(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch that asks would report it
   throw Error{MOK_ERR_SYSTEM, std::string(doing) + ": " + cudaGetErrorString(error)};
 }
 

@@ -1,6 +1,5 @@
 """A comparison's configuration as Megatron's command line."""
 
-import importlib.util
 from pathlib import Path
 
 from megatron_mok.megatron.local_modules import LOCAL_ARGS
@@ -81,7 +80,7 @@ def cuda_args() -> list[str]:
     else:
         args += ["--transformer-impl=transformer_engine", "--moe-permute-fusion"]
     # Megatron's own linear layers, such as the output layer, take this kernel from APEX.
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+    if probe.no_apex_weight_gradients():
         args.append("--no-gradient-accumulation-fusion")
     return args
 

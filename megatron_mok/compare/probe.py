@@ -36,6 +36,13 @@ def no_transformer_engine() -> str | None:
     return None
 
 
+def no_apex_weight_gradients() -> str | None:
+    """Why Megatron's own linear layers cannot add weight gradients to `main_grad` here."""
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        return "APEX is not installed with its CUDA extensions (fused_weight_gradient_mlp_cuda)"
+    return None
+
+
 def no_engine(device: str) -> str | None:
     """Why no engine of this package can compute on `device` ("cpu" or "cuda")."""
     import torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import sys
 import typing
 from typing import Any
 
 from megatron_mok.megatron.errors import MoKConfigError, MoKInstallError
 from megatron_mok.megatron.flags import add_mok_arguments, megatron_args
+from megatron_mok.megatron.patching import replace_function
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +154,4 @@ def _hook_arguments() -> None:
     def add_megatron_arguments(parser: Any) -> Any:
         return add_mok_arguments(native(parser))
 
-    arguments.add_megatron_arguments = add_megatron_arguments
-    # Modules that imported the function by name hold the native one.
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("add_megatron_arguments") is native:
-            module.add_megatron_arguments = add_megatron_arguments
+    replace_function(arguments, "add_megatron_arguments", add_megatron_arguments)

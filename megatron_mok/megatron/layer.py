@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +74,9 @@ class MoKMoELayer(MoELayer):
         self._facts = None  # for statistics; None where nobody wants them
         self._use_workspace(_shared_workspace(shape, self.ep_group, options), options)
 
+    @abstractmethod
     def _use_workspace(self, workspace: Workspace, options: MoKOptions) -> None:
         """The end of construction, by mode."""
-        raise NotImplementedError
 
     def _layer_facts(self, workspace: Workspace, moves: int, saved_rows: int | None) -> LayerFacts:
         """For statistics, of a mode that moves each row so many times in forward and backward."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_mok.megatron.flags import get_options, megatron_args
+from megatron_mok.megatron.patching import replace_function
 from megatron_mok.runtime.abi import BLOCK_ROWS
 
 TOKENS = ("mok_tokens_per_expert_min", "mok_tokens_per_expert_mean", "mok_tokens_per_expert_max")
@@ -257,16 +257,13 @@ def hook_reports() -> None:
 def _hook_report_function() -> None:
     # 0.17: a function, whose metrics get into the log line as losses do. These get a line.
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    native = moe_utils.track_moe_metrics
 
     def print_line(_: None, text: str, iteration: int) -> None:
         if text:
             print(f"megatron_mok: iteration {iteration} |{text}", flush=True)
 
-    hooked = _with_statistics(native, print_line)
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("track_moe_metrics") is native:
-            module.track_moe_metrics = hooked
+    hooked = _with_statistics(moe_utils.track_moe_metrics, print_line)
+    replace_function(moe_utils, "track_moe_metrics", hooked)
 
 
 def _with_statistics(native: Callable, result: Callable) -> Callable:

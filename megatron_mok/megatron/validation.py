@@ -112,18 +112,28 @@ def workspace_shape(config: Any, options: MoKOptions) -> LayerShape:
     )
 
 
+def ranks_per_host() -> int | None:
+    """As torchrun says (LOCAL_WORLD_SIZE); None under launchers that do not."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) else None
+
+
+def is_in_one_host(group: int, local: int) -> bool:
+    """Whether all groups of `group` consecutive ranks, which start at multiples of it, are within
+    hosts of `local` ranks."""
+    return local % group == 0
+
+
 def _placement_problem(config: Any) -> str | None:
-    # torchrun says how many ranks a host has. Other launchers do not; there the ranks find out
-    # when they make their workspace.
-    ranks_per_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = ranks_per_host()
     ep = config.expert_model_parallel_size
-    # A group has consecutive ranks, from a multiple of its size on.
-    if not ranks_per_host.isdecimal() or int(ranks_per_host) % ep == 0:
+    # Where it is not known, the ranks find out when they make their workspace.
+    if local is None or is_in_one_host(ep, local):
         return None
     return (
         f"expert_model_parallel_size = {ep}: ranks share memory within one host, and a host has "
-        f"{ranks_per_host} ranks (LOCAL_WORLD_SIZE); set --expert-model-parallel-size to a divisor "
-        f"of {ranks_per_host}"
+        f"{local} ranks (LOCAL_WORLD_SIZE); set --expert-model-parallel-size to a divisor of "
+        f"{local}"
     )
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_mok.compare.mps import find_control
 from tests.gpu.layers import gpu_layer, workspaces_for
-from tests.gpu.test_processes import find_mps_control, mps_daemon, workspace_of_process
+from tests.gpu.test_processes import mps_daemon, workspace_of_process
 from tests.in_process import leaf, run_fused
 from tests.processes import join_group, run_processes
 
@@ -103,7 +104,7 @@ def hogged_rank(rank, ep_size, port, results, library):
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(find_mps_control() is None, reason="no nvidia-cuda-mps-control")
+@pytest.mark.skipif(find_control() is None, reason="no nvidia-cuda-mps-control")
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("connections", [1, 32])
 def test_kernels_that_hold_sms_until_their_peers_run(connections, tmp_path, monkeypatch):

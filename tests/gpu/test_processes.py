@@ -4,7 +4,6 @@ Without the MPS daemon the kernels of processes do not run side by side; ranks o
 """
 
 import os
-import shutil
 import subprocess
 import tempfile
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megatron_mok.compare.mps import find_control
 from tests.processes import join_group, run_processes
 
 pytestmark = pytest.mark.gpu
@@ -19,16 +19,10 @@ pytestmark = pytest.mark.gpu
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 1500, 1024, 512, 16, 4
 
 
-def find_mps_control():
-    return shutil.which("nvidia-cuda-mps-control") or shutil.which(
-        "/usr/local/nvidia/bin/nvidia-cuda-mps-control"
-    )
-
-
 @contextmanager
 def mps_daemon():
     """A private MPS daemon for the processes started inside."""
-    control = find_mps_control()
+    control = find_control()
     with tempfile.TemporaryDirectory() as folder:
         names = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         os.environ |= names
@@ -78,7 +72,7 @@ def output_bits(ep_size):
     return torch.cat([torch.from_numpy(bits) for _, bits in parts])
 
 
-@pytest.mark.skipif(find_mps_control() is None, reason="no nvidia-cuda-mps-control")
+@pytest.mark.skipif(find_control() is None, reason="no nvidia-cuda-mps-control")
 def test_bitwise_equal_at_every_ep_size_across_processes(monkeypatch):
     with mps_daemon():
         monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")

@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -19,6 +18,7 @@ from packaging.version import Version
 
 from megatron_mok.megatron.errors import DryRunError, MoKConfigError
 from megatron_mok.megatron.flags import read_options
+from megatron_mok.megatron.patching import replace_function
 from megatron_mok.megatron.validation import check_config, device_problems, is_mok
 
 # What Megatron takes from Transformer Engine, None without it, and asks for in its checks.
@@ -75,13 +75,9 @@ def stop_after_validation() -> None:
 
 def _replace(owner: Any, replacement: Callable) -> None:
     """Put `replacement`, which is given the native one first, for the function of its name in the
-    module `owner` and in all modules that imported it from there."""
+    module `owner`."""
     name = replacement.__name__
-    native = getattr(owner, name)
-    bound = functools.partial(replacement, native)
-    for module in [owner, *sys.modules.values()]:
-        if getattr(module, "__dict__", {}).get(name) is native:
-            setattr(module, name, bound)
+    replace_function(owner, name, functools.partial(replacement, getattr(owner, name)))
 
 
 @contextmanager

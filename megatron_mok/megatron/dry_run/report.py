@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megatron_mok.megatron.dry_run.memory import (
 from megatron_mok.megatron.dry_run.parameters import ModelSize, ParameterCounter, not_counted
 from megatron_mok.megatron.dry_run.stages import Stage, has_experts, pipeline_stages
 from megatron_mok.megatron.flags import get_options
-from megatron_mok.megatron.validation import is_mok
+from megatron_mok.megatron.validation import is_in_one_host, is_mok, ranks_per_host
 
 _GIB = 2**30
 _GPUS = "an H100 has about 79, an H200 139"
@@ -121,7 +120,7 @@ def _parameters(launch: Launch) -> list[str]:
 
 
 def _ranks(args: Any) -> list[str]:
-    local = _ranks_per_host()
+    local = ranks_per_host()
     if local is None:
         return [f"{args.world_size}; ranks of a host unknown (LOCAL_WORLD_SIZE)"]
     hosts = -(-args.world_size // local)
@@ -148,10 +147,10 @@ def _expert_layout(config: Any, args: Any) -> list[str]:
 
 def _expert_group(ranks: int) -> list[str]:
     """Where the ranks of an expert-parallel group are: Megatron counts them up first."""
-    local = _ranks_per_host()
+    local = ranks_per_host()
     if ranks == 1 or local is None:
         return []
-    if ranks <= local and local % ranks == 0:
+    if is_in_one_host(ranks, local):
         return [f"each group of {ranks} consecutive ranks is in one host"]
     return [f"a group of {ranks} consecutive ranks spans {-(-ranks // local)} hosts or more"]
 
@@ -276,8 +275,3 @@ def _range(first: int, last: int) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
-
-
-def _ranks_per_host() -> int | None:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and int(text) else None
