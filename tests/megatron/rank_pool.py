@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import itertools
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -28,6 +31,13 @@ from megatron_mok.megatron import shared_gpu
 from megatron_mok.megatron.shared_gpu import SharedGPU
 
 START_TIMEOUT_S = 180.0
+BUILD_TIMEOUT_S = 400.0
+BUILD_FOLDER = Path(__file__).parents[2] / "build" / "torch_extensions"
+# What Megatron compiles at the first recomputation of a process, where it has it.
+BUILD = """
+from megatron.core.tensor_parallel import random
+getattr(random, "_get_share_storage", lambda: None)()
+"""
 
 
 class RankPool:
@@ -83,6 +93,7 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
+        _build_megatron_extension()
         context = get_context("spawn")
         self._folder = TemporaryDirectory(prefix="mok-ranks-")
         for rank in range(self.size):
@@ -116,6 +127,20 @@ class RankPool:
                 # A failed rank leaves its peers in a collective; give them a moment to fail too.
                 end = min(end, time.monotonic() + 5.0)
         return answers
+
+
+@functools.cache
+def _build_megatron_extension() -> None:
+    """Compile Megatron's C++ extension before ranks need it.
+
+    Not in the ranks: a rank that is ended while it compiles leaves a lock file, for which every
+    later one waits without end.
+    """
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(BUILD_FOLDER)
+    for lock in BUILD_FOLDER.glob("*/lock"):
+        lock.unlink()
+    command = [sys.executable, "-c", BUILD]
+    subprocess.run(command, check=True, timeout=BUILD_TIMEOUT_S)
 
 
 def _rank_main(
