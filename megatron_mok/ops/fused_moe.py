@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_mok.ops.checks import check_device
-from megatron_mok.ops.library import FreshWeightGrads
+from megatron_mok.ops.main_grad import WeightGradTargets
 from megatron_mok.runtime import Workspace, abi
 
 
@@ -35,9 +35,11 @@ def fused_moe(
         addend_TH: [T, H] added to the output before its rounding (shared expert).
         saved_rows: rows of pre-activations kept for backward (rounded up to whole blocks of 128);
             rows beyond are recomputed. Ignored where no gradient is needed.
-        accumulate_into_main_grad: add the gradient of each weight that has a contiguous FP32
-            `main_grad` into it and set `grad_added_to_main_grad`; such a weight gets a dummy
-            gradient that only fires hooks. Other weights get real gradients.
+        accumulate_into_main_grad: add the gradient of each weight that has a `main_grad` into it,
+            and set `grad_added_to_main_grad`; such a weight gets a dummy gradient that only fires
+            hooks. The engine adds to FP32 ones itself; those of another dtype, as with
+            `--grad-reduce-in-bf16`, get the sum from an FP32 buffer. Weights without a `main_grad`
+            get real gradients.
 
     Returns:
         [T, H]. Differentiable in hidden, probs, the weights and addend.
@@ -113,19 +115,11 @@ class _FusedMoEIntoMainGrad(torch.autograd.Function):
         hidden, expert_ids, probs, preact, *weights = ctx.saved_tensors
         n = ctx.num_experts
         wanted = ctx.needs_input_grad[-len(weights) :]
-        into_main = [
-            want and _has_fp32_main_grad(p) for want, p in zip(wanted, ctx.parameters, strict=True)
-        ]
-        fresh = [want and not main for want, main in zip(wanted, into_main, strict=True)]
-        fresh_grads = [
-            FreshWeightGrads(weights[part], fresh[part]) for part in (slice(n), slice(n, None))
-        ]
-        grads = [buffer for new in fresh_grads for buffer in new.buffers]
-        for i, main in enumerate(into_main):
-            if main:
-                grads[i] = ctx.parameters[i].main_grad
-            elif any(into_main):
-                grads[i].zero_()  # one call either adds to all gradients or overwrites all
+        fc1, fc2 = (
+            WeightGradTargets(ctx.parameters[part], weights[part], wanted[part])
+            for part in (slice(n), slice(n, None))
+        )
+        accumulate = fc1.in_place or fc2.in_place  # one call adds to all gradients or to none
         grad_hidden, grad_probs = torch.ops.mok.moe_backward(
             grad_output.contiguous(),
             hidden,
@@ -134,16 +128,11 @@ class _FusedMoEIntoMainGrad(torch.autograd.Function):
             weights[:n],
             weights[n:],
             preact,
-            grads[:n],
-            grads[n:],
-            any(into_main),
+            fc1.for_engine(accumulate),
+            fc2.for_engine(accumulate),
+            accumulate,
             ctx.workspace,
         )
-        returned = [grad for new in fresh_grads for grad in new.to(hidden.dtype)]
-        for i, (parameter, main) in enumerate(zip(ctx.parameters, into_main, strict=True)):
-            if main:
-                parameter.grad_added_to_main_grad = True
-                returned[i] = _dummy_grad(parameter)
         return (
             grad_hidden,
             None,
@@ -152,25 +141,6 @@ class _FusedMoEIntoMainGrad(torch.autograd.Function):
             None,
             None,
             None,
-            *returned,
+            *fc1.collect(hidden.dtype),
+            *fc2.collect(hidden.dtype),
         )
-
-
-def _has_fp32_main_grad(parameter: torch.Tensor) -> bool:
-    main_grad = getattr(parameter, "main_grad", None)
-    return main_grad is not None and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
-
-
-_dummies: dict[tuple, torch.Tensor] = {}
-
-
-def _dummy_grad(parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient that is only there so that autograd hooks fire.
-
-    One zero tensor serves all weights of a shape. `detach` gives each its own tensor object, so
-    that autograd takes it instead of cloning it.
-    """
-    key = (tuple(parameter.shape), parameter.dtype, parameter.device)
-    if key not in _dummies:
-        _dummies[key] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    return _dummies[key].detach()

@@ -169,3 +169,16 @@ def test_main_grads_are_added_to_and_frozen_weights_skipped():
         if w is not frozen:
             twice = w.main_grad.double() - start.double()
             assert relative_error(twice, 2 * (first.double() - start.double())) < 1e-5
+
+
+def test_bf16_main_grads_are_added_to():
+    layer = gpu_layer(2000, 256, 192, 4, 2, seed=28)
+    fresh = gradients(layer, saved_rows=1 << 20)
+    weights = [torch.nn.Parameter(w) for w in (*layer.fc1, *layer.fc2)]
+    before = [torch.randn(w.shape, device="cuda").bfloat16() for w in weights]
+    for w, start in zip(weights, before, strict=True):
+        w.main_grad = start.clone()
+    main_grad_run(layer, workspaces_for(layer, 1), weights)
+    for w, start, grad in zip(weights, before, [*fresh.grad_fc1, *fresh.grad_fc2], strict=True):
+        assert w.grad_added_to_main_grad
+        assert relative_error(w.main_grad, start.double() + grad.double()) < 3e-3

@@ -90,7 +90,8 @@ def test_no_grad_and_frozen_weights(case):
             assert w.grad is None
 
 
-def test_main_grad_collects_microbatches_and_hooks_fire(case):
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_main_grad_collects_microbatches_and_hooks_fire(case, main_dtype):
     layer, workspace = case
     fc1 = [torch.nn.Parameter(w) for w in layer.fc1]
     fc2 = [torch.nn.Parameter(w) for w in layer.fc2]
@@ -99,7 +100,7 @@ def test_main_grad_collects_microbatches_and_hooks_fire(case):
     with_main = [p for p in (*fc1, *fc2) if p.requires_grad and p is not plain]
     fired = []
     for p in with_main:
-        p.main_grad = torch.full(p.shape, 0.5)
+        p.main_grad = torch.full(p.shape, 0.5, dtype=main_dtype)
         p.grad_added_to_main_grad = False
         p.register_post_accumulate_grad_hook(fired.append)
     for _ in range(2):
@@ -121,7 +122,10 @@ def test_main_grad_collects_microbatches_and_hooks_fire(case):
     limit = 1e-5 if layer.hidden_TH.dtype == torch.float32 else 1e-2
     exact = dict(zip((*fc1, *fc2), (*reference.grad_fc1, *reference.grad_fc2), strict=True))
     for p in with_main:
-        assert relative_error(p.main_grad - 0.5, 2 * exact[p]) < limit
+        if main_dtype == torch.float32:
+            assert relative_error(p.main_grad - 0.5, 2 * exact[p]) < limit
+        else:
+            assert relative_error(p.main_grad, 0.5 + 2 * exact[p]) < 1e-2
     assert relative_error(plain.grad, 2 * exact[plain]) < limit
     assert fc2[0].grad is None
 
@@ -145,6 +149,33 @@ def test_main_grad_of_idle_experts_is_untouched():
     assert fc1[0].main_grad.abs().max() > 0
     assert torch.equal(fc1[1].main_grad.view(torch.int32), torch.full((128, 64), -(2**31)).int())
     assert fc1[1].grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["all", "beside_fp32"])
+def test_sums_in_bf16_main_grad_are_rounded_once(mixed):
+    layer = random_layer(37, 64, 128, 4, 2, torch.float32, seed=13)
+    (workspace,) = make_workspaces(1, **layer.shape)
+    weights = [torch.nn.Parameter(w) for w in (*layer.fc1, *layer.fc2)]
+
+    def backward():
+        fused_moe(
+            layer.hidden_TH,
+            layer.expert_ids_TK,
+            layer.probs_TK,
+            weights[:4],
+            weights[4:],
+            workspace,
+            accumulate_into_main_grad=True,
+        ).backward(layer.grad_output_TH)
+
+    backward()
+    sums = [w.grad for w in weights]  # none had a main_grad
+    start = [torch.randn(w.shape).bfloat16() for w in weights]
+    for i, (w, value) in enumerate(zip(weights, start, strict=True)):
+        w.main_grad = value.float() if mixed and i % 2 else value.clone()
+    backward()
+    for w, value, total in zip(weights, start, sums, strict=True):
+        assert torch.equal(w.main_grad, (value.float() + total).to(w.main_grad.dtype))
 
 
 @pytest.mark.parametrize(
