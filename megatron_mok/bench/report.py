@@ -25,6 +25,11 @@ def print_report(console: Console, report: Report) -> None:
         if shares:
             share = f"{min(shares):.1f} to {max(shares):.1f} %"
             console.print(f"schedule of mok: {share} of a forward", soft_wrap=True)
+        for case, group in groupby(rows, key=_case):
+            kept = [f"{r.arm} {_kib(r.kept_bytes / r.tokens)}" for r in group if r.kept_bytes]
+            if kept:
+                line = f"KiB a token kept for backward, {case}: {', '.join(kept)}"
+                console.print(line, soft_wrap=True)
         console.print()
     if report.dense is not None:
         console.print(f"dense: {dense_line(report)}", soft_wrap=True)
@@ -111,6 +116,10 @@ def _cells(row: Row) -> Iterator[str | Text]:
 
 def _ms(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def _kib(value: float) -> str:
+    return f"{value / 1024:.1f}"
 
 
 def _rate(value: float) -> str:

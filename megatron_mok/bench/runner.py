@@ -20,7 +20,7 @@ from .check import (
 from .config import MOVED_DIRECTIONS, BenchConfig, TimingOptions, moved_bytes, routed_flops
 from .layer import BenchLayer, LayerInputs, MovesRows, make_inputs
 from .presets import Preset
-from .timing import DenseProduct, Task, describe, kernel_span, time_in_blocks
+from .timing import DenseProduct, Task, describe, kept_bytes, kernel_span, time_in_blocks
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -40,6 +40,7 @@ class Row:
         gb_per_s: least bytes to move / median time; of dispatch and combine.
         schedule_ms: of a forward, time from the start of the schedule's first kernel to the end of
             its last, where the arm has such kernels.
+        kept_bytes: of a forward on a GPU, memory that it keeps for backward.
         fraction_of_dense: `tflops` / the run's median rate of the dense product.
         error: largest relative error of the results that the direction computes.
         failure: why there are no times.
@@ -61,6 +62,7 @@ class Row:
     tflops: float | None = None
     gb_per_s: float | None = None
     schedule_ms: float | None = None
+    kept_bytes: int | None = None
     fraction_of_dense: float | None = None
     error: float | None = None
     failure: str | None = None
@@ -321,15 +323,19 @@ class _Run:
                 row = replace(row, gb_per_s=rate / 1e9)
             else:
                 row = replace(row, tflops=rate / 1e12)
-            rows.append(replace(row, schedule_ms=self._schedule_ms(row, checked[name].layer)))
+            if row.direction == "forward":
+                row = self._look_inside(row, checked[name].layer)
+            rows.append(row)
         return rows
 
-    def _schedule_ms(self, row: Row, layer: BenchLayer) -> float | None:
-        if row.direction != "forward" or layer.schedule_kernels is None:
-            return None
+    def _look_inside(self, row: Row, layer: BenchLayer) -> Row:
+        """Adds what a forward on a GPU does besides taking time."""
         if self._device.type != "cuda":
-            return None
-        return kernel_span(layer.forward, *layer.schedule_kernels)
+            return row
+        row = replace(row, kept_bytes=kept_bytes(layer.forward, self._device))
+        if layer.schedule_kernels is None:
+            return row
+        return replace(row, schedule_ms=kernel_span(layer.forward, *layer.schedule_kernels))
 
 
 def _task(name: str, direction: str, layer: BenchLayer) -> Task:

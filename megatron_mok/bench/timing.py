@@ -125,6 +125,17 @@ def kernel_span(run: Callable[[], Any], first: str, last: str, launches: int = 1
     return statistics.median(e - s for s, e in zip(starts, ends, strict=True)) / 1e3
 
 
+def kept_bytes(run: Callable[[], torch.Tensor], device: torch.device) -> int | None:
+    """GPU memory in bytes that a `run()` keeps allocated while its result is kept for backward,
+    the result itself not counted; None on a CPU, where nothing counts it."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    result = run()
+    kept = torch.cuda.memory_allocated(device) - before
+    return kept - result.untyped_storage().nbytes()
+
+
 class DenseProduct:
     """A square `torch.matmul` of random matrices: what the device reaches in this dtype.
 

@@ -54,8 +54,9 @@ directions:
 TFLOP/s count the routed experts only: 6 T K H F forward, 12 T K H F backward, 18 T K H F both, for
 T tokens, K routes, hidden size H, expert FFN size F. "of dense" is their ratio to the median rate
 of an 8192^3 torch.matmul in the same dtype (1024^3 on a CPU) over the whole run. GB/s of dispatch
-and combine count each token once and each of its rows once. The results file also has the time of
-the schedule in mok's forward, from the start of its first kernel to the end of its last.
+and combine count each token once and each of its rows once. Of forwards on a GPU the results also
+have the memory that each keeps for its backward, the output not counted, and of mok's the time of
+the schedule, from the start of its first kernel to the end of its last.
 
 An arm whose software is missing is a row that says so; so is one whose relative error is above
 1e-2 in bf16 or 1e-4 in fp32.

@@ -72,6 +72,20 @@ def test_table_fits_80_columns_and_says_why_arms_have_no_figures():
         assert part in text
 
 
+def test_forwards_say_what_they_keep():
+    console = Console(width=80, record=True)
+    tokens = PRESETS["deepseek_v3"].tokens
+    rows = tuple(
+        dataclasses.replace(
+            timed("deepseek_v3", arm, 8.5, "forward"), kept_bytes=tokens * 1024 * kib
+        )
+        for arm, kib in (("mok", 70), ("torch_eager", 210))
+    )
+    print_report(console, dataclasses.replace(report(), rows=rows))
+    line = "KiB a token kept for backward, 8192 uniform forward: mok 70.0, torch_eager 210.0"
+    assert line in console.export_text().replace("\n", " ")
+
+
 def test_only_arms_that_could_run_fail():
     assert report().failed
     rows = tuple(r for r in report().rows if not (r.failure or "").startswith("output"))
@@ -99,7 +113,7 @@ def test_results_file(tmp_path):
     assert tree["dense_tflops"] == 680.0
     names = (
         "preset tokens hidden ffn experts topk routing dtype direction arm "
-        "ms p10 p90 tflops gb_per_s schedule_ms fraction_of_dense error failure"
+        "ms p10 p90 tflops gb_per_s schedule_ms kept_bytes fraction_of_dense error failure"
     )
     assert list(tree["rows"][0]) == names.split()
     assert tree["rows"][0]["ms"] == 8.5
